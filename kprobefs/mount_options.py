@@ -67,7 +67,7 @@ class MountOptions:
     kprobes: str = KPROBES[0]
     """Whose kprobes are used: "kprobefs", or "kernel" for those of the kernel in `machine.image`."""
     state: str | None = None
-    """Directory that preserves definitions and records beyond the daemon's end; None if they are lost."""
+    """Directory that keeps definitions and records beyond the daemon's end; None: nothing keeps them."""
     modules: tuple[str, ...] = ()
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None

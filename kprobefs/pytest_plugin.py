@@ -228,9 +228,10 @@ def _is_marked(request: pytest.FixtureRequest) -> bool:
 
 
 def _options_of_run() -> dict[str, str]:
-    """Return the options of the mount of `kprobefs run` or `kprobefs matrix`, if it runs pytest, or else {}.
+    """Return the options of the mount in which `kprobefs run` or `kprobefs matrix` runs pytest, or {}.
 
-    The options select the kernel, the kprobes and the clock.
+    The result maps the name of an option without `--` to its value. The options select the kernel, the
+    kprobes and the clock. {}: neither command runs pytest.
     """
     if "KPROBEFS" not in os.environ:
         return {}

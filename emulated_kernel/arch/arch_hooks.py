@@ -115,7 +115,7 @@ class StubEnd(NamedTuple):
 
     code: bytes
     leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
-    """Address of a breakpoint in the code -> address or jump at which the guest continues after it.
+    """Address of a breakpoint in the code -> where the guest continues after it: an address or a jump.
 
     If there are such breakpoints, each hit runs exactly one of them.
     """
@@ -169,7 +169,7 @@ class Registers:
 
 
 class TextReturns(ABC):
-    """Generator of code in unused bytes of the kernel's text, by which functions return to a trampoline."""
+    """Generator of code in unused bytes of the kernel's text, by which functions enter a trampoline."""
 
     @abstractmethod
     def filler_size(self, code: bytes) -> int:
@@ -202,16 +202,17 @@ class ReturnCode(ABC):
     ) -> ReturnDispatch:
         """Return the return trampoline for the address `buffer`.
 
-        `program` looks for a compiled handler. If it finds one, it continues there by the op JumpTo. `own` is
-        the address to which hooked functions return; None means this trampoline's entry. `saves_all`: the
-        trampoline saves all registers; see the class.
+        `program` looks for a compiled handler; if there is one, the program goes to it by the op JumpTo.
+        `own`: address to which hooked functions return; None: the entry of this trampoline. `saves_all`: the
+        trampoline saves all registers; otherwise each handler saves those that it uses.
         """
 
     @abstractmethod
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        """Return the code of a return handler that a `dispatch` with the same `saves_all` can jump to.
+        """Return the code of a return handler to which the trampoline of dispatch() can jump.
 
-        If the dispatch has a `finish`, the caller must append a jump to `finish` to the handler.
+        `saves_all` must be the same as for dispatch(). If the result of dispatch() has a `finish`, the caller
+        must append a jump to `finish` to the handler.
         """
 
 
@@ -232,7 +233,7 @@ class Arch(ABC):
     handler_ip_offset = 0
     """Difference in bytes between the ip that a probe's handlers see and the probed address."""
     max_insn_size: int
-    """Size of an insn slot in bytes; also the number of bytes that prepare() needs at the probed address."""
+    """Size of an insn slot in bytes; prepare() needs as many bytes of code at the probed address."""
     jump_size: int
     """Size in bytes of the code that `relative_jump` returns."""
     jump_back_size: int
@@ -240,7 +241,7 @@ class Arch(ABC):
     call_size: int
     """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
-    """Name -> optimization policy: the rules by which a jump may replace a breakpoint."""
+    """Name -> optimization policy, the rules that decide where a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
     current_register: str | None = None
@@ -279,19 +280,20 @@ class Arch(ABC):
     has_interrupt_mask = False
     """True: `interrupt_flag` is set while interrupts are masked. False: it is set while they are enabled."""
     is_breakpoint_nmi = True
-    """Whether Linux handles a breakpoint in kernel mode as an NMI, so that trace records show NMI context."""
+    """Whether Linux counts a breakpoint in kernel mode as an NMI; trace records then show NMI context."""
     has_ops_trampolines = False
     """Whether Linux makes an ftrace trampoline for each ftrace_ops. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     reads_user = True
     """Whether kernel code can read user memory at any time, without functions such as copy_from_user().
 
-    Otherwise a compiled handler loads from user memory between the ops UserAccessBegin and UserAccessEnd, and
-    any other load from it faults. Addresses in the lower half are then those of user memory.
+    If False, a compiled handler may load from user memory only between the ops UserAccessBegin and
+    UserAccessEnd; any other such load faults. Addresses in the lower half are then those of user memory.
     """
     user_access = b""
-    """Code that handlers call to allow loads from user memory, and to forbid them again; see reads_user.
+    """Code that handlers call before and after loads from user memory; see reads_user.
 
-    The value is empty if the code of handlers contains these instructions itself.
+    The calls allow such loads, and forbid them again. The value is empty if handlers contain these
+    instructions themselves.
     """
     user_access_sites: tuple[int, ...] = ()
     """Offsets in `user_access` of the instructions that the host can execute in place of the CPU."""
@@ -312,7 +314,10 @@ class Arch(ABC):
         return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     def share_user_access(self, address: int) -> None:  # noqa: B027 - most architectures have none
-        """Make handlers that are compiled later call the copy of the code `user_access` at `address`."""
+        """Set the address of a copy of the code `user_access`.
+
+        Handlers that are compiled later call this copy.
+        """
 
     def load_decoder(self) -> None:  # noqa: B027 - not every instruction set has a library for it
         """Import the library that decodes instructions, so that no later call opens files.
@@ -325,7 +330,7 @@ class Arch(ABC):
         """Return the addresses of the instructions in `code`, up to the first undecodable instruction."""
 
     def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - most architectures have only one
-        """Return the breakpoint that arms a probe on an instruction of `length` bytes."""
+        """Return the breakpoint instruction with which a probe replaces an instruction of `length` bytes."""
         return self.breakpoint
 
     @abstractmethod
@@ -373,7 +378,7 @@ class Arch(ABC):
         return self.relative_jump(region.addr, target)
 
     def detour_starts(self, region: Region) -> range | None:  # noqa: ARG002 - most jumps reach everything
-        """Return the addresses to which the region's jump can lead, or None if nothing restricts them."""
+        """Return the addresses at which the detour of `region` can start; None if nothing restricts them."""
         return None
 
     @abstractmethod
@@ -449,10 +454,7 @@ class Arch(ABC):
 
     @property
     def returned_at(self) -> int:
-        """Offset in bytes of the word with the real return address.
-
-        The offset counts from the sp that a return handler sees.
-        """
+        """Distance in bytes from a return handler's sp to the word with the real return address."""
         return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
 
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:  # noqa: ARG002 - some need them
@@ -480,8 +482,8 @@ class Arch(ABC):
     def handler_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
         """Compile the handler of a probe at `addr` into code that works in any number of detours and stubs.
 
-        With `live`, the code saves only registers that are both in `live` and written by the program. Without
-        `live`, the code saves every register in a struct pt_regs, to which sp points during host calls.
+        `live`: the code saves only the registers that are in `live` and that the program writes. None: the
+        code saves every register in a struct pt_regs, to which sp points during host calls.
         """
 
     def called_code(self, program: Program, addr: int, live: LiveRegisters | None = None) -> HandlerCode:
@@ -536,14 +538,14 @@ class Arch(ABC):
 
     @abstractmethod
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
-        """Return the emulated instruction `code` at `addr` as a region, from which stub_end() makes code.
+        """Return a region that consists of the emulated instruction `code` at `addr`, for stub_end().
 
         A stub is the compiled handlers of a breakpoint hit. Return None if code at the end of a stub cannot
         have the effect of the instruction in all cases. Then Python emulates the instruction after the stub.
         """
 
     def stub_end(self, region: Region, to: int) -> StubEnd:
-        """Return the code at the end of a stub, which executes the instruction `region`.
+        """Return the code that ends a stub: it has the effect of the emulated instruction in `region`.
 
         `region`: a result of emulated_region(). `to`: address at which the code will be placed.
         Raises: KernelError EINVAL, ERANGE; see relocated().
@@ -568,12 +570,13 @@ class Arch(ABC):
     ) -> ProbeChecker[Any]:
         """Return a checker that decides where probes can be placed and optimized in the kernel of `image`.
 
-        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
-        fentry sites. `rules`: the rules that the kernel has in addition to those of Linux 6.1.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: True if ftrace calls the probes
+        on fentry sites; False if the sites count as plain nops. `rules`: the rules that the kernel has in
+        addition to those of Linux 6.1.
         """
 
     def strategy(self, names: Iterable[str]) -> OptimizationPolicy[Any] | None:
-        """Return the first of the policies `names` that this architecture has; None if it has none."""
+        """Return the first optimization policy in `names` that this architecture has; None if it has none."""
         return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod

@@ -58,9 +58,9 @@ class OptimizationPolicy(Generic[Analysis]):
     trampolines while it runs, and no table lists these calls.
     """
     by_commit: bool = False
-    """Whether a djprobe commit writes the jumps, for the probes that request a jump by their `length`.
+    """Whether jumps are written by a djprobe commit, and only for probes that request one by their `length`.
 
-    Otherwise the optimizer writes jumps for all probes without a request.
+    If False, the optimizer writes the jumps of all probes, without a request.
     """
     reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
     """Faster implementation of ProbeChecker.reasons(), for a whole function; None if there is none.
@@ -163,7 +163,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self.mcount: Set[int] = frozenset()
         """Addresses of all fentry sites."""
         self.fentry: Set[int] = frozenset()
-        """Addresses of the fentry sites from which ftrace calls probes: all fentry sites, or none."""
+        """Addresses of the fentry sites from which ftrace calls probes.
+
+        These are all fentry sites, or none if ftrace calls no probes.
+        """
         self._refused_sites: Set[int] = frozenset()
         """Addresses in fentry sites at which a probe is refused; see refuse_sites()."""
         self._site_insn_size = self.fentry_size
@@ -265,8 +268,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
         This is for a kernel whose ftrace calls no probes.
 
-        `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Other instructions in
-        the sites can be probed.
+        `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Instructions in an
+        fentry site that are not in `sites` can be probed.
         Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
         """
         self._refused_sites = sites
@@ -334,14 +337,14 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @cached_property
     def _has_pads(self) -> bool:
-        """Whether the kernel has landing pads, which is tested on its first fentry sites."""
+        """Whether the kernel has landing pads. Its first fentry sites are examined for this."""
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:PAD_SAMPLE])
 
     def check_address_safe(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the image's tables forbid a probe at `addr`, or None if they allow it.
 
-        `where` is the symbol that contains `addr`.
+        `where` is the place of `addr` as a symbol and offset.
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
         if _span(self._text_ranges, addr) is None:
@@ -355,7 +358,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_prepare(self, where: Location, addr: int) -> Rejection | None:
         """Return the reason why the instruction at `addr` can't be probed, or None if it can.
 
-        `where` is the symbol that contains `addr`. check_address_safe() must have allowed `addr`.
+        `where` is the place of `addr` as a symbol and offset. check_address_safe() must have allowed `addr`.
         """
         if addr in self.fentry:
             return None
@@ -411,7 +414,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self._symbols.lookup_name(base) if dot else None
 
     def has_whole(self, symbol: Symbol) -> bool:
-        """Return True unless the compiler split `symbol` off from a function that is unknown."""
+        """Return True if `symbol` is a whole function, or was split off from a function that is known.
+
+        Return False if the compiler split it off from an unknown function.
+        """
         return "." not in symbol.name or self._split_from(symbol) is not None
 
     # Optimizing
@@ -448,10 +454,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the first policy that allows the jump, or a rejection.
 
-        Try `policy`, the policy in its field `beyond`, and so on. If all reject the jump, return the
-        rejection of the first one. But if a later policy only lacks a free address for the detour (NO_PUN),
-        return its rejection. `linux`: rejection of the jump by Linux's rule, which is returned if `policy` is
-        None.
+        Try `policy`, then the policy in its field `beyond`, and so on. If all reject the jump, return the
+        rejection by the first policy. But if a later policy only lacks a free address for the detour
+        (NO_PUN), return its rejection. `linux`: rejection of the jump by Linux's rule. It is stored in the
+        region, and is the result if `policy` is None.
         """
         refused: Rejection | None = None
         while policy is not None:
@@ -468,7 +474,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> Region | Rejection:
         """Return the region of a jump at `addr` by the rules of `policy`, or the rejection of the jump.
 
-        `known`: the function that contains `addr`. The policy beyond `policy` isn't used.
+        `known`: the function that contains `addr`. The policy in the field `beyond` is not tried.
         """
         found = policy.region(known.analysis, addr)
         if policy.entered is None or isinstance(found, Rejection):

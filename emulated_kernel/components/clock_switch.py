@@ -16,7 +16,7 @@ class ClockSwitch:
         self._lock = lock
 
     def select(self, kind: str | None, seed: int | None) -> None:
-        """Select the clock's mode `kind` and its seed. None keeps the current mode or seed."""
+        """Set the clock's mode to `kind` and its seed to `seed`. None keeps the current mode or seed."""
         self._lock.assert_held()
         clock = self._clock
         clock.select(clock.kind if kind is None else kind, clock.seed if seed is None else seed)

@@ -25,7 +25,7 @@ class DirectoryFunctions(NamedTuple):
     makes: str
     removes: str
     above_groups: int = 0
-    """Address of the guest's object for events/, the directory of the groups; 0 selects tracefs's root."""
+    """Address of the guest's object for the directory in which groups are created; 0: tracefs's root."""
     more: tuple[int, ...] = ()
     """Further arguments of the function that creates a directory, after the name and the parent."""
 
@@ -61,7 +61,8 @@ class GuestDirectories(EventWatcher):
         """Watch the events that `registry` adds and removes.
 
         `call` calls a guest function by its name. `is_watched` returns True if text of the guest is patched.
-        `is_running` returns True if the guest runs, so that no function can be called.
+        `is_running` returns True while the guest runs; no function can be called then. `functions`: the guest
+        functions that create and remove directories.
         """
         self._registry = registry
         self._functions = functions

@@ -96,6 +96,6 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _tables_changed(self) -> None:
-        """Empty the caches that were computed from the previous symbols and tables."""
+        """Empty the caches whose content was computed from the symbols and text tables before a change."""
         self._kprobes.tables_changed()
         self._symbols.tables_changed()

@@ -51,8 +51,8 @@ class ProbedKernel:
 def build_probe_engine(kernel: ProbedKernel) -> ProbeRegistries:
     """Build the registries of all kinds of probes; no probe is registered yet.
 
-    The registry of kprobes is built first, because the other registries use it. Kretprobes and fprobes
-    share the first set of return hooks.
+    The registry of kprobes is built first, because the other registries use it. Kretprobes and fprobes share
+    one set of return hooks, HookSets.first.
     """
     kprobes = _build_kprobes(kernel)
     hook_sets = _build_return_hooks(kernel, kprobes)

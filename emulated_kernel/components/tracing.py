@@ -116,7 +116,7 @@ class TracedKernel:
     user_data: UserDataSize | None = None
     """Size of the user memory that a record of a system call contains; None if records contain none."""
     measured: Machine | None = None
-    """The machine on which handlers' costs are measured; None if costs cannot be measured."""
+    """The machine for measuring the cost of events' handlers; None if costs cannot be measured."""
 
 
 def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> TracingComponents:

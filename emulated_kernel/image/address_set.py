@@ -59,7 +59,7 @@ class AddressSet(Set[int]):
 class EntryTable(Sequence[Entry]):
     """A table whose entries all consist of the same number of addresses, sorted by their first address.
 
-    An entry is created at each access.
+    Each access to an entry makes a new object for it.
     """
 
     def __init__(self, part: memoryview, width: int, entry: Callable[..., Entry]) -> None:

@@ -241,7 +241,7 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path, *, has_lines: bool = False) -> int:
     """Build an image into a file that `--image` accepts, and return exit status 0.
 
-    `has_lines`: the file has debugging information, too. The code does not depend on `has_lines`. The
+    `has_lines`: put debugging information into the file, too. The code is the same with and without it. The
     argument counts of the image's functions are written to another file in the directory of `output`. If
     pahole is installed, the kernel's types (BTF) are written to a third file in this directory.
     """
@@ -352,8 +352,8 @@ def tool_version(tool: str) -> str:
 def build(arch: str, *, has_lines: bool = False) -> Built:
     """Compile and link the image of an architecture in a temporary directory.
 
-    `has_lines`: also link the image with debugging information. The image without it does not depend on
-    `has_lines`.
+    `has_lines`: also link a second image, with debugging information, for Built.described. The first image is
+    the same whether `has_lines` is True or False.
     """
     target = TARGETS[arch]
     with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:

@@ -103,7 +103,7 @@ class KernelImage:
         return self._bytes.read(va, size)
 
     def string(self, va: int, limit: int = 512) -> str:
-        """Return the zero-terminated string at the address `va`, of at most `limit` bytes.
+        """Return the string at the address `va` without its zero byte, cut after `limit` bytes.
 
         Raises: KernelError ENOEXEC (the address is below all segments).
         """
@@ -210,7 +210,7 @@ class _Loader:
     def _apply_alternatives(self) -> None:
         """Apply the alternatives to the segments.
 
-        The built-in kernel itself can't write to its text at boot.
+        The loader does this, because the built-in kernel itself can't write to its text at boot.
         """
         table = self._between("__alt_instructions", "__alt_instructions_end")
         changes = {

@@ -31,7 +31,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols at or before tables of function addresses that do not count as targets of indirect calls.
+"""Symbols at or before tables whose function addresses do not count as targets of indirect calls.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """

@@ -93,9 +93,9 @@ def find_build(identity: str, path: Path) -> Path | None:
 def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[Path | None, str]:
     """Return the path of the first debug file found for a build, and a text for an error message.
 
-    The path is None if no debug file is found. Then the text names a debug file that was skipped because it
-    is of another build. In all other cases the text is "". `path`: path of the kernel. `identity`: build id
-    in hexadecimal. `link`: contents of .gnu_debuglink.
+    If no debug file is found, the path is None. Then the text names a file that was skipped because it is of
+    another build; it is "" if no file was skipped. If a debug file is found, the text is "". `path`: path of
+    the kernel. `identity`: build id in hexadecimal. `link`: contents of .gnu_debuglink.
     """
     passed = ""
     for place in _places(path, identity, link):

@@ -330,7 +330,8 @@ class Kallsyms:
     def locate_each(self, addresses: Iterable[int]) -> Iterator[tuple[str, int, str | None] | None]:
         """Yield name, offset and module of each address, as lookup() finds them; `addresses` must ascend.
 
-        One pass over the table takes a tenth of the time of a lookup() for each function of a kernel.
+        Yield None for an address in no symbol. The module is None for a symbol of the kernel itself. One pass
+        over the table takes a tenth of the time of a lookup() for each function of a kernel.
         """
         symbols = zip(self._names_of(slice(0, len(self))), self._table.addresses, strict=True)
         following = next(symbols, None)

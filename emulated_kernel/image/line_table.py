@@ -77,7 +77,8 @@ class LineTables:
 
         `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only the
         tables of these units are read. Otherwise all tables are read, because units that include the file
-        contain its lines. `counted`: iterates over the units whose tables are read, and shows the progress.
+        contain its lines. `counted`: wraps the sequence of the units whose tables are read, to show the
+        progress.
         """
         units = [(unit, self._top(unit)) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
@@ -157,9 +158,9 @@ def _decoded(name: Any) -> str:
 
 
 def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
-    """Return the nearest lines with code before and after `line`.
+    """Return the nearest line with code before `line`, and the nearest one after it.
 
-    A line that doesn't exist is left out, so the result has two items, one or none.
+    If there is none before or none after `line`, the result has only one item, or it is empty.
     """
     before = max((each for each in lines if each < line), default=None)
     after = min((each for each in lines if each > line), default=None)

@@ -1,6 +1,6 @@
 """Argument counts of an image's functions, from the compiler's output.
 
-They are in a file next to the image.
+The counts are in a file next to the image.
 """
 
 from __future__ import annotations

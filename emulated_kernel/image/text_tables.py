@@ -159,8 +159,8 @@ def bugs(
 ) -> dict[int, BugEntry]:
     """Decode a bug table; return address of the trap instruction -> entry.
 
-    `string(address, limit)` reads a string of at most `limit` bytes. `has_format`: a format string precedes
-    the file's name.
+    `string(address, limit)` reads a string of at most `limit` bytes. `has_format`: whether an entry also has
+    a format string, before the file's name.
     Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1, v7.2), with CONFIG_DEBUG_BUGVERBOSE.
     """
     found = {}

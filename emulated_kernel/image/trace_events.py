@@ -93,7 +93,7 @@ class _ImageReader:
         self.word = image.bits // 8
         self._code = "Q" if self.word == 8 else "I"
         self._strings: dict[int, str] = {}
-        """Address -> string. The linker merges equal strings, such as names of types."""
+        """Cache: address -> string. Many fields share a string, because the linker merges equal ones."""
 
     def words(self, address: int, count: int) -> tuple[int, ...]:
         data = self._image.read(address, count * self.word) if count else b""

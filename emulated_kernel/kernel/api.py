@@ -701,8 +701,8 @@ class Kernel:
 
         Paths are relative to the root of a mount. Bytes that are not UTF-8 become surrogates.
 
-        Deviates: no task of the guest opens the file, so that probes do not see the calls. To hit a probe,
-        call a guest function, load a module, or use a mount: files in scratch/ belong to the guest.
+        Deviates: no task of the guest opens the file, so probes do not see the calls. To hit a probe, call a
+        guest function, load a module, or use a mount: files in scratch/ belong to the guest.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
         """
@@ -721,7 +721,7 @@ class Kernel:
 
             kernel.write_file("tracing/kprobe_events", "p:reads vfs_read count=$arg3")
 
-        Deviates: no task of the guest opens the file, so that probes do not see the calls.
+        Deviates: no task of the guest opens the file, so probes do not see the calls.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (the file takes no data now), ENOSPC (it
         takes only a part of the text), the errno of the file; see tracing/error_log.
@@ -786,8 +786,8 @@ class Kernel:
         """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
 
         Each step of the returned iterator executes a step of the iterable that `define` returns. Between two
-        steps, `old` works, and the caller may release the lock. After the last step, `old` is unusable. If a
-        step fails, `old` stays usable.
+        steps, `old` stays usable, and the caller may release the lock. After the last step, `old` is
+        unusable. If a step fails, `old` stays usable.
 
         The lock must be held. Events that `define` registers get the ids of the events of `old` with the same
         names. So the old records can still be printed. The marker REBOOT_MARK follows the old records.

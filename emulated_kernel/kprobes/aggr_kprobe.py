@@ -48,7 +48,7 @@ class HitCost:
 
     def __init__(self) -> None:
         self.latest: deque[int] | None = None
-        """Cost of the latest hits in nanoseconds; None before the first hit, as most probes are never hit."""
+        """Cost of the latest hits in nanoseconds. None before the first hit: most probes are never hit."""
 
     def kept(self) -> deque[int]:
         """Return the deque `latest`, and create it if it does not exist yet.
@@ -141,7 +141,7 @@ class AggrKprobe(AssemblyOwner):
     It is created when one of the probes is enabled or examined.
     """
     has_used_detour: bool = field(default=False, init=False, repr=False)
-    """Whether the detour has been in use since it was created, so that a CPU may be executing its code."""
+    """Whether the detour has been used since its creation; if so, a CPU may be executing its code."""
     is_patched: bool = field(default=False, init=False)
     """Whether the text at the probed address has a jump to the detour."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
@@ -168,9 +168,9 @@ class AggrKprobe(AssemblyOwner):
     determines it at the next hit. Thousands of members may change before this hit.
     """
     _pre_handlers: Sequence[tuple[PreHandler, Kprobe]] = field(default=(), init=False, repr=False)
-    """Pre_handlers of enabled members."""
+    """Pairs: the pre_handler of an enabled member, and this member. Set by collect()."""
     _post_handlers: Sequence[tuple[_PostCall, Kprobe]] = field(default=(), init=False, repr=False)
-    """Post_handlers of enabled members."""
+    """Pairs: a function that calls an enabled member's post_handler, and the member. Set by collect()."""
 
     # State
 
@@ -198,7 +198,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_optimized(self) -> bool:
-        """Whether hits run the copied instructions in the detour, which a jump or breakpoint enters."""
+        """Whether hits run the copied instructions in the detour, after a jump or a breakpoint."""
         return self.flags._value_ & _OPTIMIZED != 0
 
     @property
@@ -219,7 +219,10 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_left_open(self) -> bool:
-        """Whether a break_handler is to end the latest hit: its probe's pre_handler returned a true value."""
+        """Whether the latest hit waits for a break_handler to end it.
+
+        The pre_handler of the member with this break_handler has returned a true value.
+        """
         return self._stopped_by is not None and self._stopped_by.break_handler is not None
 
     @property
@@ -230,8 +233,8 @@ class AggrKprobe(AssemblyOwner):
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
         """Iterate over the guest code that hits run: stub, detour and compiled detour.
 
-        Each item has the entry address, the code, and the region of text that the code contains in copied or
-        relocated form. If the code contains no such form, None replaces the region.
+        Each item has the entry address, the code, and a region: the text whose copied or relocated form is in
+        the code. The region is None if the code contains no such form.
         """
         if self.stub is not None:
             yield self.stub.entry, self.stub, self.stub.region
@@ -359,7 +362,10 @@ class AggrKprobe(AssemblyOwner):
         return kprobe.break_handler(kprobe, regs)
 
     def run_fault_handler(self, regs: Regs, vector: int) -> bool:
-        """Call the fault_handlers for exception `vector` in a step; return True if one has handled it."""
+        """Return True if the fault_handler of a member has handled the exception `vector` of a step.
+
+        Call the members' fault_handlers, up to the first one that returns a true value.
+        """
         return any(
             kprobe.fault_handler(kprobe, regs, vector)
             for kprobe in self.by_run
@@ -394,7 +400,7 @@ class AggrKprobe(AssemblyOwner):
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
         """Emit guest code that runs the handlers at hits of kind `way`.
 
-        Return False if Python must handle these hits.
+        Return False if Python must handle these hits. The emitted code is incomplete then.
         """
         if self.has_python_post_handler:
             return False
@@ -412,7 +418,7 @@ class AggrKprobe(AssemblyOwner):
     def emit_assembly(self, builder: ProgramBuilder, point: HandlerPoint) -> None:
         """Emit the handlers for `point` that users wrote in assembly, for the enabled members.
 
-        The method emits no `program` of a member.
+        Nothing is emitted for the attribute `program` of a member.
         """
         for kprobe in self._enabled():
             _emit_assembly(kprobe, builder, point)
@@ -425,7 +431,7 @@ class AggrKprobe(AssemblyOwner):
 
 
 def is_jprobe(kprobe: Kprobe) -> bool:
-    """Return True if a probe is a jprobe or has a break_handler, so that its hits may continue elsewhere."""
+    """Return True if a probe is a jprobe or has a break_handler; its hits may continue elsewhere then."""
     return kprobe._kind == JPROBE or kprobe.break_handler is not None
 
 

@@ -50,7 +50,7 @@ class Arming:
             optimizer.optimize(head)
 
     def _uncover(self, head: AggrKprobe) -> None:
-        """Remove the jumps of other probes that cover the probed address, or are queued to cover it."""
+        """Remove or cancel the jumps of other probes that cover the probed address, or would cover it."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)

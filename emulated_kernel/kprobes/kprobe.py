@@ -49,7 +49,8 @@ A true result means that the handler has handled the exception.
 BreakHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT], int | None]
 """Function that takes the probe and the registers.
 
-If the result is true, the probed instruction runs, which ends the hit.
+If the result is true, the probed instruction runs, and the hit ends. Otherwise the guest continues at
+regs.ip.
 """
 
 
@@ -110,8 +111,8 @@ class Kprobe(FailureCount, Generic[RegsT]):
     code: str | None = None
     """A handler in assembly, which runs as guest code before the other handlers.
 
-    It changes no register of the probed code. A name in the place of an address is one of `cells`. A fault
-    ends the handler, and counts in `failures`.
+    It changes no register of the probed code. A name that stands for an address names a variable in `cells`.
+    A fault ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
     """A post_handler in assembly, which shares `cells` with `code`."""
@@ -140,7 +141,7 @@ class Kprobe(FailureCount, Generic[RegsT]):
     """Whether the post_handler of a registered probe has a third argument."""
     _cells: PerCpuVars | None = field(default=None, init=False, repr=False)
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """The assembled handlers of a registered probe, which count the hits whose code faulted."""
+    """The assembled handlers of a registered probe. They also count the hits at which they faulted."""
 
     @property
     def nmissed(self) -> int:

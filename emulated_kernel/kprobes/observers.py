@@ -46,7 +46,8 @@ class Observers:
         """Result of the last check, and the state for which the result is valid.
 
         The items are the number of changes of `originals`, the number of changes of the ProbeTable, and the
-        Sight. They are in one tuple, because threads without the lock read them.
+        Sight. They are in one tuple, so that a thread without the lock reads three items that belong
+        together.
         """
 
     def sight(self) -> Sight:

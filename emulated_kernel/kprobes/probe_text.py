@@ -16,7 +16,7 @@ from emulated_kernel.machine.text.text import Text
 GONE = "gone with its module"
 """Text that is shown for a probe whose module was unloaded."""
 _RARE = "rare_cases"
-"""Name of the code before the entry of a compiled handler."""
+"""Name in disassembly of the code that precedes the entry of a compiled handler."""
 _LANDING = {
     "jump": " (the jump leads here)",
     "call": " (the call leads here)",

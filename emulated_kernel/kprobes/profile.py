@@ -115,7 +115,7 @@ _RISCV: dict[str, Any] = {
 RISCV_PROFILES = RISCV_PROFILE, RISCV_FTRACE_PROFILE
 """Names of the presets for RISC-V kernels of any version."""
 STRATEGIES = ("extended",)
-"""Names of the policies that can replace a profile's policy.
+"""Names of the optimization policies that can replace a profile's policy.
 
 The policy `extended` also writes jumps that Linux refuses.
 """

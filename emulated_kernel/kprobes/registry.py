@@ -62,7 +62,7 @@ class ProbedPlace(NamedTuple):
     stub.
     """
     pushed: int = 0
-    """Number of bytes that the copy of the instruction has pushed so far."""
+    """Number of bytes that the copy of the instruction has pushed on the stack so far."""
     is_calling: bool = False
     """Whether the next instruction is the jump at the end of a relocated call."""
 
@@ -85,7 +85,7 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock, by which other kinds of probes assert that their callers hold it."""
+        """The control lock, with which code for other kinds of probes asserts that its callers hold it."""
         self._image = image
         self.symbols = image.kallsyms
         self._log = log
@@ -171,8 +171,8 @@ class Kprobes:
     ) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
-        `kind` is the letter in kprobes/list. `on_assembled` is called with the assembled handlers before the
-        probe is armed.
+        `kind`: letter for the kind of the probe in kprobes/list. `on_assembled` is called with the assembled
+        handlers before the probe is armed.
 
         Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text, code that
         cannot be assembled), ENOENT (unknown symbol, or an address in no symbol), EILSEQ (not at an
@@ -233,7 +233,7 @@ class Kprobes:
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Free assembled handlers, whose code was dropped, once no CPU can execute that code any more."""
+        """Free assembled handlers whose code was dropped, as soon as no CPU can execute it any more."""
         self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
@@ -248,7 +248,7 @@ class Kprobes:
     def _check_handlers(self, kprobe: Kprobe) -> None:
         """Check that this kernel's struct kprobe has the fields that the user has set.
 
-        The fields are fault_handler, break_handler and a djprobe's length.
+        Only these fields are checked: fault_handler, break_handler, and the length of a djprobe.
         Raises: KernelError EOPNOTSUPP (the struct lacks a field that the user has set).
         """
         profile = self.profile
@@ -601,7 +601,7 @@ class Kprobes:
     # Files in debugfs
 
     def set_enabled(self, enabled: bool) -> None:
-        """Arm or disarm all probes, as a write to kprobes/enabled does."""
+        """Arm all probes if `enabled` is True, else disarm them: execute a write to kprobes/enabled."""
         self.lock.assert_held()
         if enabled:
             self._arming.arm_all()

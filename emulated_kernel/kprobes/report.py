@@ -65,10 +65,10 @@ def reason(
     kprobe: Kprobe,
     place: Callable[[int], str],
 ) -> str:
-    """Return the first rule that keeps the probe from a better mode; empty if there is no better mode.
+    """Return the first rule that keeps the probe from a better mode, or "" if there is no better mode.
 
-    If the probe has a jump that Linux would refuse, return the tactics that made the jump possible, and
-    Linux's rule. `place` maps an address to its text.
+    If the probe has a jump that Linux would refuse, return the methods beyond Linux's (tactics) that made the
+    jump possible, and Linux's rule. `place`: function that returns an address as text.
     """
     if kprobe.is_gone:
         rule = "the probed code is gone"
@@ -90,9 +90,10 @@ def reason(
 
 
 def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the tactics that made a probe's jump possible, and the rule by which Linux refuses the jump.
+    """Return the methods beyond Linux's (tactics) that made a probe's jump possible, and Linux's rule.
 
-    Return "" if Linux does not refuse the jump.
+    Linux refuses the jump by this rule. Return "" if Linux does not refuse the jump. `place`: function that
+    returns an address as text.
     """
     detour = head.detour
     if detour is None or detour.region.linux is None:
@@ -102,9 +103,10 @@ def _tactics(head: AggrKprobe, place: Callable[[int], str]) -> str:
 
 
 def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable[[int], str]) -> str:
-    """Return the rule that keeps a probe's jump out of the text now; most such rules may cease to apply.
+    """Return the rule that keeps a probe's jump out of the text at present; most such rules are temporary.
 
-    `optimizer`: None if the kernel has no jump optimization. `place` maps an address to its text.
+    `optimizer`: None if the kernel has no jump optimization. `place`: function that returns an address as
+    text.
     """
     if optimizer is None:
         return str(RejectReason.NOT_BUILT.value)

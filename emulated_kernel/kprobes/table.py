@@ -13,7 +13,7 @@ GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
 
 
 class ProbeTable:
-    """Table: probed address -> AggrKprobe, its entry. Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
+    """Table: probed address -> AggrKprobe (the entry). Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
 
     def __init__(self, bits: int = 64) -> None:
         """Make a table for addresses of `bits` bits."""

@@ -16,7 +16,7 @@ from emulated_kernel.util.control_lock import ControlLock
 
 _EVERYWHERE = range(1 << 64)
 _SLICE = 0.05
-"""Seconds for which one attempt to take the lock waits."""
+"""Maximum time in seconds that one attempt to take the control lock waits."""
 
 
 class DebuggedMemory(Protocol):
@@ -56,7 +56,7 @@ class DebuggedMachine(Protocol):
 
     @property
     def per_cpu_bases(self) -> Sequence[int]:
-        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only their number."""
+        """Addresses of the per-CPU areas, one for each CPU. A debugger uses only the number of areas."""
 
     def all_registers(self) -> list[dict[str, int]]:
         """Return the registers of all CPUs, indexed by number: name in pt_regs -> value."""

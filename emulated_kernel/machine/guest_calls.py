@@ -76,8 +76,8 @@ class HostCalls:
 
         Each exception stops the run. But if `fixup` is True, the guest continues at the exception's fixup, if
         there is one. If TF is set in `start.flags`, the run ends after one instruction with the trap DEBUG.
-        Nothing is pushed: `start.sp` can be any value. The guest's own registers are restored. A caller that
-        will continue from the returned state must set `goes_on`: then `on_leave` isn't called.
+        Nothing is pushed: `start.sp` can be any value. The guest's own registers are restored. `goes_on`: the
+        caller will continue from the returned state, so `on_leave` isn't called; if False, it is.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
@@ -148,7 +148,7 @@ class HostCalls:
                 hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
-        """Handle the exception `trap` of a called function: continue at its fixup, or stop the run.
+        """Handle the exception `trap` of a called function: continue at its fixup; without one, stop.
 
         Mirrors: arch/x86/mm/extable.c:fixup_exception (v6.1).
         """

@@ -63,9 +63,9 @@ class GuestClock(ABC):
         """Read the time as the guest does. The reading advances the time, unless holding() stops it."""
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """Wrap `call` in a function during which readings don't advance the time; return the function.
+        """Return a function that calls `call`, and during which readings do not advance the time.
 
-        The function passes its only argument, such as a trap's registers, to `call`.
+        The returned function passes its only argument, such as a trap's registers, to `call`.
         """
 
         def held(regs: Any) -> None:

@@ -74,7 +74,7 @@ class HostCopies:
     def leave_to_guest(self, left: bool = True) -> None:
         """Make the guest execute all copies itself from now on, so that their instructions can be counted.
 
-        If `left` is False, make the host execute them again.
+        If `left` is False, do the opposite: make the host execute the copies again.
         """
         for words in self.all:
             words.copies_itself = int(left)

@@ -157,7 +157,7 @@ class Machine(ProbedMachine):
         self.trap_of = self.calls.trap_of
 
     def _counting(self, cells: int | None) -> InstructionTime | None:
-        """Return an object that advances the guest's clock with each instruction, or None.
+        """Return an object that can advance the guest's clock with each instruction, or None.
 
         `cells`: address of the clock in the guest; None if the guest has no host_clock. The result is None in
         that case, and for a 32-bit guest. A 32-bit guest reads the time in a loop, which repeats if the time
@@ -197,7 +197,10 @@ class Machine(ProbedMachine):
         self._cr2_offset = self.image.abi.get("percpu.host_cr2")
 
     def _panic_message(self, trap: Trap) -> str:
-        """Return the message of the kernel panic that ended a run, or "" if `trap` isn't a panic."""
+        """Return the message of the kernel panic that ended a run.
+
+        Return "" if `trap` is not a panic, or if the message cannot be read.
+        """
         with suppress(MemoryFault):
             if trap.number == Hypercall.PANIC:
                 return self.memory.read_cstring(trap.args[0], 200).decode("ascii", "replace")
@@ -256,7 +259,7 @@ class Machine(ProbedMachine):
     def stops_exactly(self) -> bool:
         """Whether a run that exceeds its budget ends between instructions.
 
-        Otherwise the run can end inside an instruction, whose effects are then repeated.
+        If False, the run can end inside an instruction; the next run then repeats effects of the instruction.
         """
         return self._quantum is not None or self._engine.stops_between_blocks
 
@@ -265,15 +268,18 @@ class Machine(ProbedMachine):
             self._quantum.may_end.append(may_end)
 
     def finish_interrupt(self, returns_to: int) -> None:
-        """Make the next run end when the interrupt that was delivered has returned to `returns_to`.
+        """Make the next run end when the delivered interrupt has returned to the address `returns_to`.
 
-        Like any run, it may end earlier, for example at a trap.
+        The run may end earlier, for example at a trap. If the machine has no Quantum, do nothing.
         """
         if self._quantum is not None:
             self._quantum.stop_at(returns_to)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Run the current CPU, which was preempted, until `within` returns False for the CPU's ip."""
+        """Run the current CPU, which was preempted, until it leaves the code that `within` describes.
+
+        `within(ip)`: returns True while ip is in this code. Precondition: the machine has a Quantum.
+        """
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.stop_outside(within)
         try:

@@ -105,7 +105,7 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` at each later end of a quantum; if it returns False, run one more instruction."""
+        """Call `may_end` when a CPU's quantum is used up; if it returns False, run one more instruction."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
         """Return a function that decides at which addresses a debugger's step does not stop.

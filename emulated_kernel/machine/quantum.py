@@ -74,7 +74,7 @@ class Quantum:
         self._words.end = address
 
     def disarm(self) -> None:
-        """Stop counting, so that a run is not preempted when the host calls a guest function."""
+        """Stop counting, because calls of guest functions by the host must not be preempted."""
         self._words.left = self._words.end = 0
         self.stop_outside(None)
 

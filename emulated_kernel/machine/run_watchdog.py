@@ -74,7 +74,7 @@ class HandlerTime:
             self.since = 0.0
 
     def until(self, now: float) -> float:
-        """Return the CPU seconds of the measured callbacks so far, including the callback in progress.
+        """Return the CPU seconds of the measured callbacks until `now`, including the callback in progress.
 
         `now`: the thread's CPU time now.
         """
@@ -234,7 +234,7 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Stop the run if its budget has ended, or if it is unwanted or interrupted. Then sleep.
+        """Stop the run if its budget is used up, or if it is unwanted or interrupted. Then sleep.
 
         `started` is the time at which the run began.
         """
@@ -255,7 +255,8 @@ class Watchdog:
     def _remaining(self, started: float) -> float:
         """Return a lower bound, in seconds, of the time that the run may still take.
 
-        `started`: the time at which the run began.
+        `started`: the time at which the run began. After the first half of the budget, also begin to measure
+        the callbacks' time.
         """
         half = self._allowed / 2
         handlers = self._handler_time

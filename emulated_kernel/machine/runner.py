@@ -104,9 +104,9 @@ class Runner:
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
-        """Consume a stop that arrived when the run ended by itself.
+        """Consume a stop that arrived when the run ended by itself, because it would end the next run.
 
-        Otherwise the stop would end the next run.
+        `ip`: the guest's instruction pointer, which is restored afterwards.
         """
         pad = self.cpu.layout.host_text
         while self.regs.ip != pad + len(self.cpu.halt):

@@ -220,7 +220,7 @@ class Engine(CodeCache):
     def reg_write(self, register: int, value: int) -> None:
         """Set a register of up to 64 bits.
 
-        A write of the program counter in a hook leaves the current block.
+        In a hook, a write of the program counter makes the CPU leave the current block.
         """
         self._cell.value = value
         self._reg_write(self.handle, register, self._cell_pointer)
@@ -377,7 +377,7 @@ class Engine(CodeCache):
     def stop_between_blocks(self, only: bool) -> None:
         """Stop runs only between blocks if `only` is True, otherwise also after each hook and memory access.
 
-        Do nothing if `exit_switch` is None.
+        If `exit_switch` is None, do nothing: runs then also stop after hooks and accesses.
         """
         if self.exit_switch is not None:
             self.exit_switch[0] = int(only)

@@ -82,7 +82,7 @@ class KernelSymbols:
         self.tables_changed()
 
     def tables_changed(self) -> None:
-        """Empty the cache, because a module was loaded or unloaded."""
+        """Empty the cache and increment `version`, because a module was loaded or unloaded."""
         self.version += 1
         self._found: dict[int, Location] = {}
 
@@ -90,7 +90,7 @@ class KernelSymbols:
         """Return the symbol of the function that contains `address`, or None if no function contains it.
 
         If several symbols have the same address, return the first of them.
-        For generated code, return None. The unwinder maps addresses in slots and detours to the probed
+        For generated code, return None; the unwinder itself maps addresses in slots and detours to the probed
         address.
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)

@@ -156,6 +156,7 @@ class TraceArrays(TaskObserver):
     def make(self, name: str, *, is_limited: bool = True) -> Tracing:
         """Create an instance with buffers of full size and the top array's options.
 
+        `is_limited`: whether the instance counts towards the limit on instances.
         Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit is reached, and `is_limited` is set).
         Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
@@ -186,7 +187,8 @@ class TraceArrays(TaskObserver):
     def instance_memory(self) -> tuple[int, int]:
         """Return the sizes in bytes of the memory that a new instance allocates, as (pages, per-CPU memory).
 
-        The first size is that of the pages of all CPUs. The second size is that of the memory of each CPU.
+        The first size is that of all CPUs' pages together. The second size is that of one CPU's per-CPU
+        memory.
         """
         sizes = [memory_size(pages_for(DEFAULT_BUFFER_SIZE)), memory_size(MIN_PAGES)]
         return self._system.cpus * sum(sizes), len(sizes) * CONTROL_SIZE

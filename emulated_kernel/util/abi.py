@@ -55,7 +55,7 @@ class Hypercall(IntEnum):
     YIELD = 8
     """This CPU busy-waits for another CPU, so another CPU has to run; later, this CPU continues to wait."""
     KPROBES = 9
-    """Guest code uses the kprobes API; arguments: KprobeOp, 0, address of its struct kprobe or kretprobe."""
+    """Guest code uses the kprobes API; arguments: KprobeOp, 0, address of the struct kprobe or kretprobe."""
 
 
 class HostfsWriter(IntEnum):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_RUN_BUDGET = 1.0
 """Default of MachineConfig.run_budget in seconds."""
 HOST = "host"
-"""Value of option --image that selects the kernel that the host runs, in place of a path."""
+"""Value of option --image that selects, in place of a path, the kernel that the host runs."""
 MAX_SEED = (1 << 63) - 1
 """Largest seed of the virtual clock; the smallest is 0."""
 DEFAULT_SEED = 1
@@ -72,7 +72,8 @@ class MachineConfig:
     pauses: bool = True
     """Whether pauses between requests count as time for delayed work of kprobes, such as the optimizer's.
 
-    The guest's clock does not advance during a pause. With the real clock, the value has no effect.
+    In both cases, the guest's clock itself does not advance during a pause. With the real clock, the value
+    has no effect.
     """
     seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""

@@ -211,7 +211,7 @@ class ControlLock:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the lock, which the calling thread must hold, during the `with` block.
+        """Lend the lock during the `with` block. The calling thread must hold the lock before the block.
 
         At the end of the block, the calling thread gets the lock back before any thread that is not an
         observer.
@@ -241,7 +241,9 @@ class ControlLock:
         self.is_lent = True
 
     def _await_return(self) -> None:
-        """Release the lock, which this thread has just acquired, until the loan ends; then acquire it again.
+        """If the lock is lent, release it, wait for the end of the loan, and acquire it again.
+
+        The calling thread has just acquired the lock.
 
         Raises: KernelError EINTR (the client of the request was killed or interrupted).
         """

@@ -1,10 +1,10 @@
 """dataclass(), which creates a class in a fraction of the time that the standard library needs.
 
-The purpose is a faster start-up. A class gets its `__init__` when the first object is created, which most
-classes of a mount never see. The standard library's `dataclasses` imports inspect and ast. So this module
-imports `dataclasses` only when one of that module's functions is called. Those functions accept the classes
-made here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is for
-public value objects.
+The purpose is a faster start-up. A class gets its `__init__` when its first object is created. For most
+classes, a mount never creates an object. The standard library's `dataclasses` imports inspect and ast. So
+this module imports `dataclasses` only when one of that module's functions is called. Those functions accept
+the classes made here, too. ADDRESS is for fields whose values a repr shows in hexadecimal, and immutable() is
+for public value objects.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ADDRESS = {"repr": show_address}
 
 
 def immutable(made: type[_T]) -> type[_T]:
-    """Make objects of the frozen dataclass `made`, which has no slots, refuse assignments. Return `made`.
+    """Make the objects of the frozen dataclass `made` refuse assignments, and return `made`.
 
-    `__init__` assigns each field once; further assignments raise FrozenInstanceError. Unlike in the
-    standard library, no code is compiled for each class.
+    `made` must have no slots. Its `__init__` assigns each field once; further assignments raise
+    FrozenInstanceError. Unlike in the standard library, no code is compiled for each class.
     """
     names = frozenset(each.name for each in fields(made))  # type: ignore[arg-type]
 

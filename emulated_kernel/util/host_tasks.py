@@ -1,4 +1,4 @@
-"""Tasks of the host: whether a late task waits for a CPU, or for something else."""
+"""is_runnable(): tells whether a late task of the host uses a CPU or waits for one."""
 
 from __future__ import annotations
 

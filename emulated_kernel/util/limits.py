@@ -241,7 +241,7 @@ class MemoryBudget:
             self.give_back(*self._ended.popleft())
 
     def take(self, size: int, user: int) -> bool:
-        """Charge `size` bytes to `user`. Return False, with nothing changed, if a limit would be exceeded."""
+        """Charge `size` bytes to `user`. Return False and change nothing if this would exceed a limit."""
         self._settle()
         most = None if self._total is None else self._limits[self._total]
         if most is not None and self._used + size > most:

@@ -141,7 +141,7 @@ class BoundedFileReader:
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 
     def look(self, path: str | bytes, deadline: float) -> os.stat_result:
-        """Return the attributes of the file at `path`, which a thread requests by stat(2).
+        """Return the attributes of the file at `path`, by stat(2) in a thread of its own.
 
         Wait for the thread until `deadline`, a time of time.monotonic().
         Raises: the errors of stat(2), ValueError (a path with NUL), and OSError ETIMEDOUT, EBUSY and ENOMEM
@@ -186,10 +186,10 @@ class _Reading(Generic[T]):
         """Native id (tid) of the thread, or 0 until the thread has begun."""
 
     def is_done(self, deadline: float | None) -> bool:
-        """Wait until `deadline`, a time of time.monotonic(), and return True if `ask` has ended.
+        """Wait for the end of `ask`, at most until `deadline`, and return whether it has ended.
 
-        A thread that runs or waits for a CPU at that time has BUSY_PATIENCE more seconds. If `deadline` is
-        None, wait without a limit.
+        `deadline` is a time of time.monotonic(), or None to wait without a limit. A thread that runs or waits
+        for a CPU at the deadline has BUSY_PATIENCE more seconds.
         """
         if deadline is None:
             return self.answered.wait()

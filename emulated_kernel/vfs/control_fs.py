@@ -100,10 +100,7 @@ class ControlFile(FileDescription):
 
     @property
     def writes_at_once(self) -> bool:
-        """Return True if no write to this file can name a host file, which write() would have to read first.
-
-        See FileDescription.
-        """
+        """Return True if writes to this file never name host files; see FileDescription."""
         return not self.inner.node.reads_host
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
@@ -118,7 +115,7 @@ class ControlFile(FileDescription):
             return fs.tree.stat(self.inner.node)
 
     def informed(self, client: Client) -> Client:
-        """Return `client` with the facts about its process that a read or write needs.
+        """Return `client` with `facts` about its process, which the guest needs for a read or write.
 
         GuestCalls.informed_of_file() gets the facts. See FileDescription.
         """
@@ -297,8 +294,8 @@ class PendingWrite:
         """Begin a write of `data` at `offset`.
 
         `inner` is `file.inner` at the start of the write. A reboot between two steps replaces `file.inner`.
-        If OpenFile.prepare() was called for the write, `prepared` is the result, which begins the write;
-        else it is None.
+        `prepared`: the result of OpenFile.prepare(), a function that begins the write; None if prepare() was
+        not called.
         """
         self.client = client
         self.file = file
@@ -329,7 +326,7 @@ class PendingWrite:
         return self._kept
 
     def by_piece(self) -> int:
-        """Do the next step of the write, but make no system call in the guest.
+        """Do the next step of writing the data piece by piece, without a system call in the guest.
 
         After the last step, return the number of bytes written.
         Raises: YieldLock (more steps follow), KernelError.
@@ -409,9 +406,9 @@ def _settled(watcher: ChangeWatcher) -> Iterator[None]:
 class GuestCalls:
     """Repeats clients' system calls on control files in the guest. This base class repeats no calls.
 
-    A method needs the control lock, which ControlFs takes, unless its docstring says "Lock: leaves".
-    Control files work even if the guest refuses a call or cannot make it. The methods raise only WouldBlock
-    and YieldLock, in addition to the errors of the file itself.
+    ControlFs takes the control lock before it calls a method, unless the method's docstring says "Lock:
+    leaves". Control files work even if the guest refuses a call or cannot make it. The methods raise only
+    WouldBlock and YieldLock, in addition to the errors of the file itself.
     Each subclass decides for each method whether the method begins a request, which advances the guest's
     clock.
     """
@@ -433,7 +430,7 @@ class GuestCalls:
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return `client` with the facts about its process that the guest needs; see FileSystem.informed().
+        """Return `client` with `facts` about its process, which the guest needs; see FileSystem.informed().
 
         `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
         exists; None for any other request.
@@ -780,9 +777,9 @@ class ControlFs(FileSystem):
             self.tree.symlink(client, path, target)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Refuse to create a file.
+        """Refuse to create a file, after the guest repeated the client's call.
 
-        First, the guest repeats the client's call, unless the call creates a device.
+        A call for a device is not repeated, because the guest would create the device.
         Raises: KernelError EPERM, EEXIST, EACCES (a regular file).
         """
         with self.lock:
@@ -848,7 +845,10 @@ class ControlFs(FileSystem):
                 self.calls.follow_processes()
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
-        """Open the open files in the guest too, by GuestCalls.open_unseen(); see FileSystem."""
+        """Open the open files in the guest too, by GuestCalls.open_unseen().
+
+        `names_end`: see FileSystem.open_in_guest.
+        """
         self.lock.assert_held()
         if names_end:
             self._end_names(None)

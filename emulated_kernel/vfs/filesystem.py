@@ -56,7 +56,7 @@ class FileSystem(ABC):
     is_control = False
     """Whether the files are control files.
 
-    Clients cannot rename, link or unlink them, so that a front end may keep their paths.
+    A front end may keep the paths of control files, because clients cannot rename, link or unlink them.
     """
 
     def __init__(self, lock: ControlLock | None = None) -> None:
@@ -105,7 +105,8 @@ class FileSystem(ABC):
     def informed(self, client: Client, opened: str | None = None) -> Client:
         """Return `client` with the facts about its process that a request needs. Lock: leaves.
 
-        `opened` is the path of the file that the request opens, if it is an open(2).
+        `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
+        exists; None for any other request.
 
         The mount calls this method before each request. The method can take 0.2 s if the process's memory
         cannot be read at once.

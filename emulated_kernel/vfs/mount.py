@@ -134,9 +134,9 @@ class Mount:
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
         """Call `action` whenever a front end must look up names again, although name_lasts() was True.
 
-        While a thread holds the lock, file systems call FileSystem.on_names_end. Then the thread calls
-        `action` once after it has released the lock, before its request ends. The argument of `action` is a
-        list of the arguments with which on_names_end was called.
+        When file systems have called FileSystem.on_names_end, the thread that held the lock calls `action`
+        once. It does so after it has released the lock, and before its request ends. The argument of `action`
+        is a list of the arguments of all these calls.
         """
         lock = self.lock
         ends: list[str | None] = []
@@ -447,7 +447,7 @@ class Mount:
         return opened.poll(notify)
 
     def follow_processes(self) -> None:
-        """Repeat the forks and exits of clients' processes in the guest, while a client waits.
+        """Repeat in the guest the forks and exits of clients' host processes, while a client waits for data.
 
         See FileSystem.follow_processes. Ignore errors of the guest.
         """
@@ -518,10 +518,11 @@ class Mount:
             gate.set()
 
     def replace(self, table: Mapping[str, FileSystem]) -> None:
-        """Show the files of another kernel, with the same lock and file systems at the same prefixes.
+        """Show the files of another kernel.
 
-        Open control files continue as the new kernel's files of the same paths. Later use of open files of
-        the old guest itself fails with ESTALE.
+        `table`: prefix -> file system of the other kernel, with the same prefixes and the same lock. Open
+        control files continue as the new kernel's files of the same paths. Later use of open files of the old
+        guest itself fails with ESTALE.
         """
         self.lock.assert_held()
         for old, new in dict.fromkeys((self._table[prefix], new) for prefix, new in table.items()):

@@ -81,8 +81,8 @@ class System:
     def __init__(self, directory: str, work: Path, *, real_root: bool) -> None:
         """Show the mount on `directory` also at the system's paths. Create additional files in `work`.
 
-        `real_root`: the command keeps the rights of this process, with which it can reach the host's
-        tracefs.
+        `real_root`: the command keeps the rights of this process, with which it can reach the host's tracefs.
+        If False, it gets a user namespace of its own, in which it cannot.
         Raises: CliError.
         """
         self.environment: dict[str, str] = {}
@@ -115,9 +115,10 @@ class System:
 def enter_namespace(*, real_root: bool = False) -> None:
     """Give this process a mount namespace of its own.
 
-    An ordinary user becomes root of a user namespace.
+    If the user is not root, also create a user namespace, in which this process is root.
 
-    `real_root`: root's command keeps this process's rights, so open files and directories need no check.
+    `real_root`: the user is root, and the command keeps root's rights. Then the open files and the working
+    directory are not checked; if False, they are.
     Raises: CliError (also if an open file of this process would give the command access to the host's
     tracefs).
     """
@@ -184,7 +185,10 @@ def _check_open_files() -> None:
 
 
 def _is_directory(number: int) -> bool:
-    """Return True if descriptor `number` is a directory, through which a command could reach other files."""
+    """Return True if descriptor `number` is a directory, through which a command could reach other files.
+
+    Return False if the descriptor is closed.
+    """
     try:
         return stat.S_ISDIR(os.fstat(number).st_mode)
     except OSError:
@@ -361,7 +365,7 @@ def _keep_pristine_proc(*, real_root: bool) -> None:
 
     Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace. The mount is
     read-only, so user namespaces can mount only a read-only /proc.
-    `real_root`: the command keeps this process's rights.
+    `real_root`: whether the command keeps this process's rights, and enters no user namespace.
     """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"
@@ -487,9 +491,10 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 
 
 def _call(name: str, what: str, *arguments: object) -> int:
-    """Call the function `name` of the C library. Raises: CliError (its result is negative).
+    """Call the function `name` of the C library, and return its result.
 
     `what`: text for the error message about the call's purpose or object.
+    Raises: CliError (the result is negative).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(getattr(libc, name)(*arguments))

@@ -111,8 +111,8 @@ class CallAnswerer:
     def _copying(self, waiting: _Waiting) -> int | None:
         """Return EINVAL for a sendfile(2), splice(2) or copy_file_range(2) from a text file of the mount.
 
-        Linux's tracefs fails likewise, and programs then use read(2). Return None for other files, so that
-        the kernel executes the call.
+        Linux's tracefs fails likewise, and programs then use read(2). Return None if the call copies from
+        another file, so that the kernel executes the call.
         """
         number = waiting.arguments[waiting.call.file] & 0xFFFFFFFF
         found = Found(f"/proc/{waiting.task}/fd/{number}")

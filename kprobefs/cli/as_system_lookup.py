@@ -105,7 +105,7 @@ class Credentials:
         return Found(self._directory).owner
 
     def may_inspect(self, other: Credentials) -> bool:
-        """Return True if this process may certainly follow the links in the /proc/PID of `other`.
+        """Return True if the process may certainly follow the links in the /proc/PID of the process `other`.
 
         Mirrors: kernel/ptrace.c:__ptrace_may_access (v6.1), with PTRACE_MODE_READ_FSCREDS.
         """
@@ -171,17 +171,20 @@ class Lookup:
         self._take_ids()
 
     def _is_of_command(self) -> bool:
-        """Return True if the task is in the user namespace of the command or of this process.
+        """Return True if the task is in this process's user namespace, or in one directly below it.
 
-        Only then do the task's capabilities apply to files. A user namespace that the command itself has
-        created does not count.
+        The namespace that kprobefs makes for a command is directly below it. Only in these do the task's
+        capabilities apply to files; namespaces further below do not count.
         """
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)
         return os.fstat(theirs).st_ino == here or _namespace(theirs, _NS_GET_PARENT) == here
 
     def _take_ids(self) -> None:
-        """Give this thread the task's ids, which FUSE and file modes check. Keep permitted capabilities."""
+        """Give this thread the task's ids, because FUSE and file modes check them.
+
+        The thread keeps its permitted capabilities.
+        """
         setgroups, setresgid, setresuid = this_machine().ids
         if _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0):
             raise _failure()
@@ -301,7 +304,7 @@ class Lookup:
         self._set_effective(self._permitted)
 
     def _set_effective(self, capabilities: int) -> None:
-        """Set this thread's effective capabilities to those of `capabilities` that are permitted."""
+        """Make those of `capabilities` that are permitted the effective capabilities of this thread."""
         permitted = self._permitted
         effective = capabilities & permitted
         header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)

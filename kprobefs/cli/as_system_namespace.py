@@ -53,7 +53,7 @@ class CommandNamespace:
         self._helper = _forked(lambda: _Helper(theirs, answerer).run(), keep=theirs.fileno())
         theirs.close()
         self.unanswered = ""
-        """Reason why kprobefs does not answer the filtered system calls, or "" if it answers them."""
+        """Reason why kprobefs can't answer the filtered system calls; "" if it can."""
         self._try()
 
     def enter(self) -> None:
@@ -107,7 +107,7 @@ class CommandNamespace:
     def _try(self) -> None:
         """Test enter() in a child process: first without the listener, and then with it.
 
-        If only the second test fails, store the reason in `unanswered`, and do without the listener.
+        If only the second test fails, store the reason in `unanswered`; enter() then creates no listener.
         Raises: CliError (the host allows no further user namespace).
         """
         listens = self._listens
@@ -185,7 +185,7 @@ def _has_hung_up(listener: int) -> bool:
 
 
 def _map_ids(pid: int) -> None:
-    """Map each id in the user namespace of process `pid` to the equal id in this process's.
+    """Map each id in the user namespace of process `pid` to the equal id in the namespace of this process.
 
     Raises: OSError.
     """

@@ -88,9 +88,10 @@ def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[st
 
 
 def _events(parsed_args: argparse.Namespace) -> list[str]:
-    """Return GROUP:EVENT of each tracepoint of the built-in kernel for --arch of `parsed_args`.
+    """Return GROUP:EVENT of each tracepoint of the built-in kernel that --arch selects.
 
-    Return an empty list if the command line names another kernel, by --image or --vmcore.
+    `parsed_args`: the parsed command line. Return an empty list if it names another kernel, by --image or
+    --vmcore.
     """
     from emulated_kernel.image.builtin_image import load_image
     from emulated_kernel.image.trace_events import event_definitions

@@ -82,8 +82,8 @@ def states(directory: str | None = None) -> list[MountStatus]:
 def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`, or detach a stale mount.
 
-    Afterwards, requests for files of the mount that are still open fail. If `force` is true, kill a daemon
-    that does not end.
+    Afterwards, requests for files of the mount that are still open fail. `force`: kill a daemon that does not
+    end after SIGTERM.
     Raises: CliError (not mounted, another user's mount, or the daemon does not end).
     """
     point = _mounted_on(directory)
@@ -129,7 +129,9 @@ def reboot(directory: str) -> list[str]:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach stale mounts from `directory`, but no other mounts.
+    """Detach the topmost mount from `directory` as long as it is a kprobefs mount whose daemon is gone.
+
+    Also remove the record of the daemon.
 
     Raises: CliError (a mount cannot be detached).
     """

@@ -48,8 +48,8 @@ def patches_slowly(directory: str) -> bool:
 def virtual_durations(past: Past) -> Iterator[str]:
     """Yield one hint if a histogram in `past` may have durations of the virtual clock.
 
-    That is so if a trigger of an event that is not synthetic computes with `common_timestamp`, and a
-    histogram of a synthetic event has at least FEWEST hits.
+    That is so if two conditions hold. A histogram trigger of an event that is not synthetic uses
+    `common_timestamp`, and a histogram of a synthetic event has at least FEWEST hits.
     """
     if any("common_timestamp" in hist.trigger for hist in past.hists if not hist.synthetic):
         shown = (hist.synthetic for hist in past.hists if hist.synthetic and hist.hits >= FEWEST)

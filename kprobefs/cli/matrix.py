@@ -48,7 +48,10 @@ _REFUSALS = re.compile(r"-+ kprobefs -+")
 COLUMNS = 80
 """Maximum length in characters of a row of the table."""
 MIN_SHOWN = 20
-"""Minimum number of characters of a failure's line in the table, even if long names make the row longer."""
+"""Minimum number of characters of the failure's text in a row of the table.
+
+With long names, the row may therefore exceed COLUMNS.
+"""
 LOG_BYTES = 1 << 20
 """Number of bytes at the end of a log that are searched for the reason, and copied to the JUnit report."""
 _OUTPUT_BYTES = 64 << 20
@@ -118,7 +121,8 @@ class Result:
     def verdict(self) -> str:
         """Result in one word: passed, failed, skipped, stopped (by a signal), or error (the mount failed).
 
-        If the kernel was lost, the run has failed, whatever the command's status.
+        A run that is neither stopped nor an error has failed if the kernel was lost, even if the command's
+        status is 0 or SKIPPED.
         """
         if self.status in _STOPPED:
             return "stopped"
@@ -160,7 +164,10 @@ def cases(
 
 
 def _case(names: Iterable[str | None], options: Mapping[str, str | None]) -> Case:
-    """Return the case whose name is `names` joined by blanks, with those `options` that have a value."""
+    """Return the kernel with the name `names`, joined by blanks, and with those `options` that have a value.
+
+    Items of `names` that are None are left out.
+    """
     given = [(option, value) for option, value in options.items() if value is not None]
     return Case(" ".join(filter(None, names)), tuple(word for pair in given for word in pair))
 
@@ -310,9 +317,9 @@ class _Runs:
         raise KeyboardInterrupt
 
     def call(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait until a process has ended, and return its exit status; meanwhile signals end it.
+        """Wait until a process has ended, and return its exit status.
 
-        Return INTERRUPTED if a signal came meanwhile.
+        SIGINT and SIGTERM end the process. Return INTERRUPTED if one of them came during the wait.
         """
         self._processes.add(process)
         try:

@@ -192,7 +192,8 @@ def why_no_hit(
 def why_missed(missed: int, directory: str, *, at_return: bool) -> str:
     """Return the reason why a probe has missed `missed` hits.
 
-    `directory`: the mount. `at_return`: it is a return probe.
+    `directory`: the mount. `at_return`: whether the probe is a return probe, which misses hits for other
+    reasons than a probe elsewhere.
     """
     if not at_return:
         return MISSED.format(hits=counted(missed))
@@ -219,7 +220,10 @@ def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def _why_not_outside(ended: EndedCommand) -> str:
-    """Return the message that a file outside of the mount hits no probe; "" if the command names none."""
+    """Return the message that the command names files outside of the mount, which hit no probe.
+
+    Return "" if it names none.
+    """
     for file in _files_outside(ended):
         outside = f"files outside of the mount, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
@@ -227,7 +231,10 @@ def _why_not_outside(ended: EndedCommand) -> str:
 
 
 def _other_ways(directory: str) -> str:
-    """Return the end of a hint: the other files of the mount that make the kernel run code."""
+    """Return the end of a hint: files in machine/ by which clients can make the kernel run other code.
+
+    Return "" if the mount has none of these files.
+    """
     machine = control_root(directory) / "machine"
     found = [name for file, name in OTHER_WAYS.items() if (machine / file).exists()]
     return f"; other code of the kernel is run by {' and '.join(found)}" if found else ""
@@ -344,7 +351,10 @@ def disarm(directory: str) -> None:
 
 
 def _disarmings(root: Path) -> list[str]:
-    """Return the lines of the kernel's log that report the disarming of all probes."""
+    """Return the lines of the kernel's log that report the disarming of all probes.
+
+    Return an empty list if there are none, or if the log cannot be read.
+    """
     with suppress(OSError):
         lines = (root / "machine" / "dmesg").read_text(errors="replace").splitlines()
         return [line for line in lines if DISARMED in line]
@@ -352,7 +362,7 @@ def _disarmings(root: Path) -> list[str]:
 
 
 def present_events(directory: str) -> Past:
-    """Disarm all probes, and return the data about the mount's kprobe events from its files.
+    """Disarm all probes, and return what the mount's files show about its kprobe events.
 
     This is for a kernel that keeps no history of events. Events that were disabled or removed are missing,
     and so are histograms that were removed.
@@ -444,6 +454,6 @@ def _enabled_events(tracefs: Path) -> Iterator[tuple[Path, str, bool]]:
 
 
 def _has_records(tracefs: Path) -> bool:
-    """Return True if the top-level trace array has had a record since its last reset."""
+    """Return True if the top-level trace array has had a record since its buffer was last cleared."""
     stats = (file.read_text() for file in tracefs.glob("per_cpu/cpu*/stats"))
     return any(int(count) for text in stats for count in BUFFERED.findall(text))

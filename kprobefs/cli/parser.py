@@ -109,7 +109,7 @@ class _OneKernel(argparse.Action):
     """Action of an option that names a kernel, in a command for one kernel: it refuses a second option."""
 
     several = "kernel; check and coverage compare several"
-    """End of the error message: the noun for the option, and the commands that take several."""
+    """End of the error message after a second option: the noun for it, and the commands that take several."""
 
     def __call__(
         self,

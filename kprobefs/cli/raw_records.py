@@ -17,7 +17,7 @@ TIME_EXTEND = 30
 TIME_STAMP = 31
 """Value of type_len in an event's header for an absolute timestamp.
 
-Values from 29 on mean a kind of event, and not the length of the event's data.
+Values of type_len from 29 on are kinds of events; smaller values are lengths of an event's data.
 """
 ABSOLUTE_BITS = 59
 """Number of bits of an absolute timestamp. The higher bits are those of the page's timestamp."""

@@ -100,7 +100,10 @@ def last_logged(error_log: str) -> re.Match[str] | None:
 
 
 def options_of_mount(directory: str) -> Sequence[str]:
-    """Return the options that select the kernel of the mount at `directory`; empty if it is unknown."""
+    """Return the command-line options that select the kernel of the mount at `directory`.
+
+    The list is empty if the mount's daemon is unknown.
+    """
     daemon = running(directory)
     return daemon.options if daemon else ()
 

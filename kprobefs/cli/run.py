@@ -174,7 +174,9 @@ def check_host() -> None:
 def mounted(
     options: MountOptions, build: Builder, meanwhile: Callable[[], None] = lambda: None
 ) -> Iterator[Path]:
-    """Yield a temporary directory with a mount in its subdirectory `mnt`; remove both after the block.
+    """Yield a temporary directory with a mount in its subdirectory `mnt`.
+
+    After the block, end the daemon, and remove the mount and the directory.
 
     `build`: builder of the served kernel. This process calls `meanwhile` while the daemon starts.
     Raises: CliError (the directory cannot be made, or the mount failed).
@@ -229,7 +231,8 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
     """Return a runner of `command`, which handles this process's signals from now on.
 
-    If the records of `tracing` need standard output, the command's output goes to standard error.
+    `tracing`: the probes with which the command is traced, or None. If their records need standard output,
+    the command's output goes to standard error.
     """
     runner = _Runner(command, 2 if tracing is not None and tracing.takes_output else None)
     runner.handle_signals()
@@ -264,7 +267,7 @@ class _Runner:
         self.kernel_words: Sequence[str] | None = None
         """Options that select the mounted kernel; None if the mount existed before."""
         self.system: System | None = None
-        """The mount at the system's own paths, for --as-system; None without this option."""
+        """Object that shows the mount at the system's own paths; None without the option --as-system."""
 
     def handle_signals(self) -> None:
         """Install this object's handlers for the signals that end a program."""
@@ -383,7 +386,7 @@ def kill_hung_daemon(directory: str) -> None:
 def signal_left(directory: str, session: int, number: signal.Signals) -> None:
     """Send a signal to the processes that a command has left behind; see _left().
 
-    Stopped processes are continued, as after a hangup.
+    Stopped processes are continued, so that they can handle the signal.
     """
     for _pid, descriptor in _left(directory, session):
         with suppress(OSError):
@@ -394,7 +397,7 @@ def signal_left(directory: str, session: int, number: signal.Signals) -> None:
 def await_left(directory: str, session: int, number: signal.Signals) -> None:
     """Wait until the processes that a command has left behind have ended, but at most CLEANUP_TIMEOUT.
 
-    Processes that ignore the signal `number` are meant to survive it, so do not wait for them.
+    Do not wait for processes that ignore the signal `number`, because they are meant to survive the signal.
     """
     deadline = time.monotonic() + CLEANUP_TIMEOUT
     for pid, descriptor in _left(directory, session):

@@ -107,7 +107,10 @@ class Probes:
         self._costs: dict[str, tuple[float, str, str]] = {}
         self._last: list[Probe] = []
         self.answers = True
-        """Whether the mount answers, so that further requests do not block."""
+        """Whether the mount answered at the last condition().
+
+        While it is False, no requests are made, because they would block.
+        """
 
     def condition(self) -> MountState:
         """Return the state of the mount, and update `answers`. Raises: CliError (the mount is stale)."""
@@ -178,7 +181,7 @@ class Probes:
         return ""
 
     def records(self, probe: Probe, count: int) -> list[str]:
-        """Return the newest `count` trace lines of the probe, without hits that this process has caused."""
+        """Return the newest `count` trace lines of the probe, except those of hits by this process."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
             if not self.answers:
@@ -227,7 +230,11 @@ class View:
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
-        """Store the probes of an update: sort them, and keep the selection valid."""
+        """Store and sort the probes of an update.
+
+        If the list has become too short for the cursor, move the cursor to the last row. If the probe of the
+        close-up is gone, show the list and a message.
+        """
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
         self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
@@ -347,6 +354,8 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
 
 def wrap_lines(text: str, width: int, max_lines: int, indent: str = "") -> list[Text]:
     """Wrap a text to at least one line and at most `max_lines` lines of at most `width` characters.
+
+    Cut a longer text, and end it with "…".
 
     `indent`: start of the first line. Unless `indent` is empty, each further line begins with two more
     blanks.
@@ -500,7 +509,8 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
     """Show the probes every `delay` seconds until `q` or for `count` updates; without a terminal, print text.
 
-    `as_json`: print each update as JSON.
+    `count`: number of updates; None: no limit, but one if text or JSON is printed. `as_json`: print each
+    update as JSON, even on a terminal.
     Raises: CliError.
     """
     probes = Probes(directory)

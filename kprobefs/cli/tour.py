@@ -240,7 +240,7 @@ def tour(directory: str, walk: Sequence[Step]) -> None:
 
 
 def typed(command: str, width: int | None) -> Iterator[str]:
-    """Yield a prompt and a command, broken into lines in a form that a shell accepts.
+    """Yield a prompt and a command, broken between words into lines that a shell accepts as one command.
 
     `width`: maximum length of a line, which only a longer word exceeds; None: yield one line.
     """

@@ -107,7 +107,7 @@ class TraceSession:
 
     @property
     def takes_output(self) -> bool:
-        """Whether the command's output goes to standard error, because the records need standard output."""
+        """Whether the records take standard output, so that the command's output goes to standard error."""
         return self.request.output is None and self.kind is not TextOutput
 
     @property
@@ -127,6 +127,8 @@ class TraceSession:
 
     def entries(self) -> dict[str, AskedProbe]:
         """Return the hidden probes that the output needs: name of an event -> probe.
+
+        The user has not requested these probes. The result is empty if the output needs none.
 
         For each probed return, there are two hidden probes: one at the function's entry, and one at its
         return. The probe at the entry fetches the arguments of the user's first probe at this entry.
@@ -176,7 +178,10 @@ class AttachedProbes:
 
         self._session = session
         self._is_shared = is_shared
-        """Whether the mount outlives this session, which then must leave no trace of itself."""
+        """Whether the mount existed before this session, and other programs may use it.
+
+        If so, the session must remove all that it adds.
+        """
         self._directory = directory
         self._command = command
         self._files: Files = HostFiles(directory)
@@ -366,7 +371,10 @@ class AttachedProbes:
         return pids
 
     def _switch_on(self) -> None:
-        """Enable all events, and exclude this process and the reader of records from tracing."""
+        """Enable all events of the session.
+
+        Exclude this process and the reader of records from tracing.
+        """
         session = self._session
         pids = self._own_pids
         (self._tracefs / "instances" / session.name / NOTRACE).write_text(" ".join(map(str, pids)))
@@ -384,8 +392,8 @@ class AttachedProbes:
     def _exclude_from_others(self, *pids: int) -> list[int]:
         """Exclude the processes `pids` of this session from tracing by all other sessions on the mount.
 
-        Return the pids of processes of the other sessions, which this session must exclude. Each session
-        keeps its pids in the file NOTRACE of its instance.
+        Return the pids in the NOTRACE files of the other sessions. They are those of the other sessions' own
+        processes, which this session must exclude in turn.
         """
         others: list[int] = []
         for name in self._files.directories(f"{self._files.tracefs()}instances"):
@@ -506,9 +514,9 @@ class AttachedProbes:
         return why_no_hit(ended, places, unarmed)
 
     def _only_counts(self) -> bool:
-        """Return True if a probe was hit, but the kernel only counts hits of its own kprobes.
+        """Return True if a probe of the session was hit, but the kernel writes no records of such hits.
 
-        Such a kernel writes no records of these hits.
+        This is so for old RISC-V kernels with their own kprobes, which only count hits.
         """
         daemon = running(self._directory)
         if daemon is None or (daemon.profile, daemon.arch) != (KERNEL_KPROBES, "riscv64"):
@@ -524,7 +532,7 @@ class AttachedProbes:
         return any(hits[event] for event in own)
 
     def _unfiltered(self, own: set[int]) -> int:
-        """Return the number of hits in all processes except those with the pids `own`.
+        """Return the number of hits of all events in all processes except those with the pids `own`.
 
         Hits that the filter drops are included.
         """
@@ -544,9 +552,12 @@ class RecordReader:
     """
 
     def __init__(self, array: Path, output: TraceOutput, *, at_end: bool) -> None:
-        """Fork the child process. `at_end`: read nothing before finish().
+        """Fork the child process.
 
-        A read takes time in the guest, so reads at any moment would make each trace different.
+        `at_end`: read all records at finish(), and none before; False: read them as they arrive.
+
+        A read takes time in the guest. So the durations in a trace are reproducible only if all reads come at
+        its end.
         """
         self._output = output
         self._at_end = at_end

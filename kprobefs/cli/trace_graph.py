@@ -22,7 +22,7 @@ INIT = 1
 BUFFERED = re.compile(r"^(?:entries|overrun): ([1-9]\d*)$", re.MULTILINE)
 """Pattern for a line of a buffer's `stats` that shows that the buffer has, or had, records."""
 NO_PID = "no pid"
-"""Content of a file with a list of pids, such as set_ftrace_pid, if the list is empty."""
+"""Line that set_ftrace_pid or set_ftrace_notrace_pid shows if its list of pids is empty."""
 
 
 class GraphTracer:
@@ -85,7 +85,10 @@ class GraphTracer:
             raise _in_use("its trace_pipe is open") from None
 
     def stop(self) -> bool:
-        """Stop recording, unless the mount does not answer any more. Return False if recording was off."""
+        """Stop recording, if the mount still answers. Return False if recording was off already, else True.
+
+        If the mount does not answer, return True.
+        """
         was_on = True
         with suppress(OSError):
             was_on = self._read("tracing_on") != "0"

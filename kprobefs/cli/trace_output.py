@@ -36,7 +36,7 @@ class TraceFiles:
     functions: dict[str, str] = field(default_factory=dict)
     """Name of a hidden event at a function's entry -> name of the function."""
     hidden: set[str] = field(default_factory=set)
-    """Names of events that only the output needs; the user has not requested records of them."""
+    """Names of the hidden events: only the output file needs them, so the user gets no records of them."""
 
 
 class TraceOutput(ABC):
@@ -151,7 +151,7 @@ class RawOutput(TraceOutput):
         return SymbolNames(_text_of(self.files.kallsyms))
 
     def comms(self) -> dict[int, str]:
-        """Return a map pid -> name, for the tasks that have records."""
+        """Return a map pid -> name of the task, from the saved command names of the mount."""
         pairs = (line.split(" ", 1) for line in self._saved_cmdlines().splitlines())
         return {int(pid): name for pid, name in pairs}
 
@@ -249,7 +249,7 @@ def _function(record: RawRecord) -> int:
 
 
 def _stack(record: RawRecord) -> list[int]:
-    """Return the addresses of a stack record, from the innermost on."""
+    """Return the addresses of a stack record, the innermost function's first."""
     callers = record.event.field("caller")
     word = callers.size // (callers.count or 1)
     number = record.event.field("size").value(record.data)

@@ -51,7 +51,7 @@ class RecordParser:
     def __init__(self) -> None:
         self._layouts: Layouts = {}
         self._last: dict[int, dict[str, object]] = {}
-        """CPU -> its last record, for which a stack may follow."""
+        """CPU -> object of its last record, which is not yielded yet, because a stack may follow."""
         self._stack: list[str] | None = None
         """The stack whose lines are being read; None outside of a stack."""
 
@@ -134,8 +134,8 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    Each group of its regular expression gets the word before a "=" as its name. If there is no such word, and
-    each printed value is a whole field, the group gets the field's name. Otherwise, its name is "".
+    The name of a group is the word before the "=" that precedes the value. If there is no such word, and each
+    printed value is a whole field, the name is that of the field. Otherwise, the name is "".
     """
     found = PRINT_FMT.search(text)
     if found is None:

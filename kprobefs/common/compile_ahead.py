@@ -114,7 +114,10 @@ class CompileAhead:
             os.waitpid(self._compiler, 0)
 
     def take(self, path: str, source: bytes) -> CodeType | None:
-        """Return the code of the module at `path`, or None if this source has not been compiled yet."""
+        """Return the code of the module at `path`, or None if this `source` has not been compiled yet.
+
+        In the latter case, tell the compiling process to skip the module. After end(), only return None.
+        """
         if self._is_ended:
             return None
         while self._read_record():

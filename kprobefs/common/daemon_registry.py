@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
 """Environment variable with the path of the runtime directory. No other variable has priority over it."""
 LOCK_TIMEOUT = 5.0
-"""Seconds for which a starting daemon waits for the lock of a record that no live daemon has written."""
+"""Maximum seconds that a starting daemon waits for a record's lock if no live daemon serves the directory."""
 LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
@@ -133,7 +133,11 @@ class Registration:
             raise unwritable(self._path, error) from None
 
     def _locked(self, directory: str) -> TextIO:
-        """Open and lock the record file. If an ending daemon removes it at this time, create a new one."""
+        """Open and lock the record file of `directory`.
+
+        If an ending daemon removes the file meanwhile, create a new one. Raises: CliError (another daemon
+        serves the directory, or the file is not a private one of this user).
+        """
         while True:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
@@ -177,7 +181,8 @@ def _is_at(path: Path, file: IO[Any]) -> bool:
 def _lock(file: TextIO, directory: str) -> bool:
     """Lock the record file of the daemon of `directory`. Return False if another daemon serves the directory.
 
-    sweep() also takes the lock, for a short time. So try again, for at most LOCK_TIMEOUT seconds.
+    sweep() also takes the lock, for a short time. So if no live daemon serves the directory, try again for at
+    most LOCK_TIMEOUT seconds, and then return False, too.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
@@ -209,7 +214,7 @@ class Running:
             signal.pidfd_send_signal(self.descriptor, number)
 
     def ends(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds. Return True if the daemon ended."""
+        """Wait for the daemon's end, for at most `timeout` seconds; return whether the daemon has ended."""
         waiting = poll()
         waiting.register(self.descriptor, POLLIN)
         return bool(waiting.poll(timeout * 1000))

@@ -62,7 +62,7 @@ class MountState(Enum):
     STALE = "stale"
     """The mount's daemon is gone."""
     MOUNTED = "mounted"
-    """Another user's mount, which this user cannot enter."""
+    """The mount belongs to another user, and this user cannot enter it, so its condition is unknown."""
 
     @property
     def status(self) -> ExitStatus:
@@ -178,7 +178,7 @@ def resolve(path: str) -> str:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return True if a path is in a mount of kprobefs or below `directory`. Raises: CliError."""
+    """Return True if `path` is inside any mount of kprobefs, or below `directory`. Raises: CliError."""
     found = resolve(path)
     return any(_is_in(found, each) for each in (directory, *(point.directory for point in our_mounts())))
 
@@ -413,8 +413,8 @@ def check_owner(point: MountPoint) -> None:
 def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -> Iterator[None]:
     """Prepare a directory for a mount, which the `with` block makes; unmount a killed daemon's stale mount.
 
-    `make`: create a missing directory, and remove it again if the block ends in an exception.
-    `allow_other`: other users will be admitted. Raises: CliError.
+    `make`: create a missing directory, and remove it again if the block ends in an exception. `allow_other`:
+    the mount will admit other users, so also check that /etc/fuse.conf permits this. Raises: CliError.
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):

@@ -22,7 +22,7 @@ class OutputFile:
         """Open the file `path`, or create it. Raises: CliError (it cannot be written)."""
         self._path = path
         self._is_needless = not os.path.lexists(path)
-        """Whether the end of the context removes the file."""
+        """Whether the end of the context removes the file: it is new, and nothing was written to it."""
         try:
             # Mode "w" would truncate the file.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)

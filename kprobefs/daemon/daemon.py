@@ -35,7 +35,7 @@ READY = b"\0"
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
     """Serve the mount in this process, and apply the *.probes files.
 
-    `build`: builder of the served kernel. `log_file`: None: log to the standard error.
+    `build`: builder of the served kernel. `log_file`: path of the log; None: log to the standard error.
     Raises: CliError.
     """
     if log_file is None:
@@ -49,7 +49,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
     """Start a daemon, and return when the daemon's mount answers requests.
 
-    `build`: builder of the served kernel. `log_file`: None selects the log in the runtime directory.
+    `build`: builder of the served kernel. `log_file`: path of the log; None: a file in the runtime directory.
     Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, log_file)
@@ -117,7 +117,7 @@ class DaemonStart:
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
         """Check /proc and the log, and open the pipe, before the fork.
 
-        `log_file`: None selects the log in the runtime directory.
+        `log_file`: path of the log; None: a file in the runtime directory.
         Raises: CliError (see check_proc() and check_log()).
         """
         self._options = options
@@ -230,9 +230,9 @@ class DaemonStart:
         return self._notify_starter(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _notify_starter(self, message: bytes) -> bool:
-        """Send a message to the starting process, and return True.
+        """Send a message to the starting process, unless an earlier one was sent.
 
-        Return False if an earlier message was sent.
+        Return False if an earlier one was sent, else True, even if the starting process is dead.
         """
         if not self._is_notified.acquire(blocking=False):
             return False

@@ -33,7 +33,10 @@ class LogWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Discard all queued messages, and forget the writing thread, which a forked child does not have."""
+        """Discard all queued messages, and forget the writing thread.
+
+        A forked child calls this, because the thread runs only in the parent.
+        """
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._size = 0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 RETURN_HOOK = "kprobes/return_hook"
 """Path of the file that chooses the implementation of return probes."""
 PLACE = "the kernel before this one"
-"""Name of the source of the definitions, in messages about definitions that fail after a reboot."""
+"""Text that stands for the source of the definitions in messages about those that fail after a reboot."""
 
 
 class PowerFile(SteppedFile):

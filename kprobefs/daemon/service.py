@@ -72,11 +72,11 @@ class StartUp:
             wake.watch(applying.descriptor, self._read)
 
     def is_over(self) -> bool:
-        """Return True if all files are applied or the timeout has passed."""
+        """Return True if no child process applies files any more, or if the timeout has passed."""
         return self._applying is None or time.monotonic() > self._deadline
 
     def seconds_left(self) -> float:
-        """Return the number of seconds until the timeout."""
+        """Return the number of seconds until the timeout; 0 if the timeout has passed."""
         return max(0, self._deadline - time.monotonic())
 
     def _read(self) -> None:
@@ -145,7 +145,8 @@ class Service:
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
         """Prepare the service.
 
-        `applies_definitions`: apply the *.probes files; if it is false, the starting process applies them.
+        `applies_definitions`: whether the service applies the *.probes files. If False, the process that
+        starts the daemon applies them.
         """
         self._options = options
         self._build = build

@@ -68,7 +68,8 @@ class Loader:
     def __init__(self, files: Files, *, is_new: bool = False) -> None:
         """Prepare to write to `files`.
 
-        `is_new`: the kernel has no dynamic events, and each definition is a line that dynamic_events showed.
+        `is_new`: whether the kernel has no dynamic events yet, and each definition is a line that
+        dynamic_events showed. If False, definitions may exist already.
         Raises: CliError (there is no tracefs), DefinitionError.
         """
         self._files = files
@@ -390,7 +391,10 @@ class _ExistingDefinitions:
             self._of(definition, event).add(definition.count)
 
     def has(self, wanted: Definition) -> bool:
-        """Return True if the definition `wanted` exists."""
+        """Return True if the definition `wanted` exists.
+
+        If `wanted` has no maxactive, a definition with any maxactive counts.
+        """
         counts = self._of(wanted, wanted.event)
         return wanted.count in counts or (not wanted.count and bool(counts))
 
@@ -472,7 +476,8 @@ class _Trigger:
     def key(self, *, is_named: bool = True) -> tuple[str, ...]:
         """Return a tuple that is equal for a trigger and each trigger that covers it.
 
-        If `is_named` is False, leave out the name of a histogram, because the wanted line may have none.
+        `is_named`: include the name of a histogram. If False, leave the name out, to find the histogram for a
+        line that names none.
         """
         if not self._is_hist:
             return (self._head, self._condition)
@@ -480,10 +485,10 @@ class _Trigger:
         return (self._condition, *sorted(part for part in self._parts if part.startswith(prefixes)))
 
     def covers(self, wanted: _Trigger) -> bool:
-        """Return True if this trigger, which the kernel shows, is the trigger `wanted`.
+        """Return True if this trigger, as the kernel shows it, is the one that the line `wanted` sets.
 
-        The kernel shows parameters that were not written, and the count that is left. The comparison ignores
-        both.
+        The kernel also shows parameters that were not written, and the remaining count. The comparison
+        ignores both.
         """
         if not wanted._is_hist:
             return (self._head, self._condition) == (wanted._head, wanted._condition)
@@ -506,7 +511,10 @@ def _canonical(part: str) -> str:
 
 
 def _makes_others(trigger: str) -> bool:
-    """Return True if a trigger may create triggers of other events, to record fields for its actions."""
+    """Return True if the kernel may create triggers of other events for `trigger`.
+
+    It does so for a histogram with actions, to record the fields that the actions use.
+    """
     return ":on" in trigger
 
 

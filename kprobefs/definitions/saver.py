@@ -112,8 +112,8 @@ def saved_in_steps(
 
     Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
     last. `default_maxactive` returns the maxactive that the kernel chooses; it is called only if a definition
-    contains a maxactive. If the caller passes `probes`, sorted by name, the files in kprobes/stats are not
-    read; there may be thousands of them.
+    contains a maxactive. `probes`: switches of the probes, sorted by name; None: read them from the files in
+    kprobes/stats, of which there may be thousands.
     Raises: CliError.
     """
     tracefs = files.tracefs()
@@ -155,10 +155,7 @@ def _definitions(lines: Iterable[str], default_maxactive: Callable[[], int]) -> 
 
 
 def _pause(number: int) -> tuple[str, ...]:
-    """Return a tuple with PAUSE if the event with the index `number` is the first of a step.
-
-    Otherwise return an empty tuple.
-    """
+    """Return (PAUSE,) if the event with the index `number` is the first of a step, else an empty tuple."""
     return () if number % EVENTS_PER_STEP else (PAUSE,)
 
 
@@ -223,8 +220,9 @@ class _Array:
     def switches(self, *, is_instance: bool) -> Iterator[str]:
         """Yield lines that set the tracer, the options, the enabled events, and the commands of functions.
 
-        `is_instance`: whether the array is that of an instance. All options of an instance are saved, because
-        a new instance gets those of the top-level array. `tracing_on = 1` is saved only for an instance.
+        `is_instance`: whether the array is that of an instance. If so, all its options are saved, because a
+        new instance gets those of the top-level array, and `tracing_on = 1` if it records. Of the top-level
+        array, only options that differ from the defaults are saved.
         """
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:

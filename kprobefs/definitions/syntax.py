@@ -75,7 +75,7 @@ HIST = "hist:"
 OTHERS_VARIABLE = lazy_pattern(r"\$(?P<event>[\w-]+\.\w+)\.(?P<variable>\w+)")
 """Matches a reference to the variable of a named event, as a trigger file shows it."""
 NO_PID = "no pid"
-"""Content of a file with a list of pids that is empty."""
+"""Line that set_ftrace_pid or set_ftrace_notrace_pid shows if its list of pids is empty."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,10 @@ def saved_triggers(text: str) -> list[str]:
 
 
 def setting_line(name: str, value: str) -> str:
-    """Return the line that sets a filter or trigger, or a comment if a string in it has a newline."""
+    """Return the line that writes the filter or trigger `value` to the file `name`.
+
+    If a string in `value` has a newline, which a line cannot contain, return a comment that says so.
+    """
     line = f"{name} = {one_line(value)}"
     return line if "\n" not in line else f"# {name}: has a newline in a string, which no line can say"
 

@@ -71,7 +71,10 @@ class Names(Protocol):
         """Return True if `path` is in a file system of control files."""
 
     def name_lasts(self, path: str, /) -> bool:
-        """Return True if the host's kernel may keep the name at `path` for NAME_VALIDITY seconds."""
+        """Return True if the host's kernel may keep the name at `path` for NAME_VALIDITY seconds.
+
+        This is so if only the guest's kernel can remove the name.
+        """
 
     def exists(self, path: str, /) -> bool:
         """Return True if there is a file at `path`."""
@@ -120,7 +123,9 @@ class KnownNodes:
     """
 
     def __init__(self, names: Names, *, may_last: bool) -> None:
-        """Start with only the node of the root. If `may_last` is False, no name ever gets a validity.
+        """Start with only the node of the root.
+
+        `may_last`: names may get a validity if the host's kernel can expire them; False: no name gets one.
 
         `names`: the mount, which answers questions about paths.
         """
@@ -142,9 +147,9 @@ class KnownNodes:
         self.removed: set[int] = set()
         """Ids of nodes that remove() has dropped, and for which no FORGET has come yet."""
         self.lets_names_last = False
-        """Whether names of control files get a validity.
+        """Whether names of control files may get a validity.
 
-        If they do, the attributes of control files get none.
+        The attributes of a file whose name has one get none.
         """
         self._lasting: dict[_Key, tuple[float, str]] = {}
         """(node id of a directory, name) -> (end of the name's validity, path), for names with a validity.
@@ -162,8 +167,9 @@ class KnownNodes:
     def initialise(self, request: bytearray) -> None:
         """Set `lets_names_last` from the INIT request `request`.
 
-        Names get a validity only if the host's kernel has FUSE_EXPIRE_ONLY. A notification with this flag
-        makes the kernel look a name up again, and keep the directory that is cached under the name.
+        It becomes True if the constructor's `may_last` was True and the host's kernel has FUSE_EXPIRE_ONLY. A
+        notification with this flag makes the kernel look a name up again, and keep the directory that is
+        cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
@@ -183,7 +189,9 @@ class KnownNodes:
     def learn(
         self, reply: bytearray, directory: int, name: bytes, path: str, ends: int, may_last: bool
     ) -> None:
-        """Send libfuse's reply to the LOOKUP of a control file, and record the node that the reply contains.
+        """Send libfuse's reply to the LOOKUP of a control file, and record the node in it.
+
+        A reply with an error is only sent.
 
         `directory` is the node id of the directory in which `name` was looked up, and `path` is the path of
         the file. `ends` is the number of calls of end_names() when the request came. `may_last`: whether the

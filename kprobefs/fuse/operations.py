@@ -254,7 +254,7 @@ class _Operations:
         Meanwhile, another thread reads requests.
         """
         self.follows_processes = True
-        """Whether forks and exits of clients' processes are repeated in the guest while a client waits."""
+        """Whether forks and exits of host processes are repeated in the guest while a client waits."""
         self._follower = threading.Lock()
         """Held by the thread that repeats processes' forks and exits while clients wait in poll(2).
 
@@ -509,7 +509,10 @@ class _Operations:
         return self._mount.poll(handle, notify)
 
     def _follow(self) -> None:
-        """Repeat forks and exits of clients' processes in the guest, until no client waits in poll(2)."""
+        """Repeat in the guest the forks and exits of clients' processes while a client waits in poll(2).
+
+        Return when no client waits there any more.
+        """
         while True:
             while self._pollers and not self._stopping.wait(WAIT_SLICE):
                 self._mount.follow_processes()

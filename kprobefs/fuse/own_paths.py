@@ -52,8 +52,8 @@ class OwnPaths:
     def learn(self, number: int, mode: int) -> None:
         """Record the path of the node that libfuse has found for the name of the last expect().
 
-        `number`: node id. `mode`: st_mode of the file. Record only regular files and directories, and none if
-        names have changed since then or if the path of its directory is not known.
+        `number`: node id. `mode`: st_mode of the file. Record nothing if the file is neither regular nor a
+        directory, if a name has changed since expect(), or if the path of the file's directory is not known.
         """
         above, name, changes = getattr(self._looked_up, "arguments", (None, b"", 0))
         if above is None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

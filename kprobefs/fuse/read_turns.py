@@ -80,7 +80,7 @@ class ReadTurns:
         self._wake.set()
 
     def give_up(self) -> None:
-        """Let another thread read requests, if the calling thread has the turn.
+        """If the calling thread has the turn, give up the turn, so that another thread reads requests.
 
         The calling thread is about to end, or to wait while it answers a request.
         """

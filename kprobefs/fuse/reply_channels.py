@@ -204,8 +204,8 @@ class ReplyChannels:
         """Return True if a LOOKUP of `name` in the directory with the node id `node` is for a control file.
 
         If the result is True, also store the arguments with which _send() passes libfuse's reply to
-        KnownNodes.learn(). `may_last`: the host's kernel may keep the name for NAME_VALIDITY seconds, if the
-        file system allows this.
+        KnownNodes.learn(). `may_last`: the name may get a validity of NAME_VALIDITY seconds, if the file
+        system allows this; False: it gets none.
         """
         nodes = self._nodes
         path = nodes and nodes.path_of(node, name)

@@ -107,7 +107,10 @@ class _LoopState:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the client must end the request in order to handle a signal."""
+        """Whether the client of the request has a signal to handle, so that the request must end.
+
+        False if no INTERRUPT has come for the request.
+        """
         if not self.is_serving or self.interrupted != self.unique:
             return False
         *_, pid = IN_HEADER.unpack_from(self._request)
@@ -237,7 +240,7 @@ class SessionLoop:
         self._abandoned: dict[int, _LoopState] = {}
         """`unique` of a WRITE that was answered before its end -> state of the thread that executes it.
 
-        Entries may be left of WRITEs that have ended.
+        The entry of a WRITE may remain for some time after the WRITE has ended.
         """
         self._postponed: dict[int, int] = {}
         """`unique` of an abandoned WRITE -> handle fh that is released at the end of the WRITE."""
@@ -482,7 +485,7 @@ class SessionLoop:
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
 
     def _postpones(self, handle: int) -> bool:
-        """Leave the release of `handle` to a thread that executes an abandoned WRITE to it; return True.
+        """Leave the release of `handle` to the thread that executes an abandoned WRITE to it; return True.
 
         Return False if there is no such thread.
         """

@@ -59,7 +59,7 @@ class WorkerThreads:
         self._blocked = 0
         self._replaceable = threading.Semaphore(MAX_WAITING)
         self._has_ended = False
-        """Whether the session has ended, so that no thread is started any more."""
+        """Whether all threads have ended. No thread is started after that."""
 
     def run(self) -> None:
         """Start the threads, and return when all loops have ended."""
@@ -80,7 +80,7 @@ class WorkerThreads:
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
-        """Make another thread read requests while the calling thread waits.
+        """Make another thread read requests while the calling thread waits in the `with` block.
 
         Yield the number of threads that wait in this way, including the caller.
 
@@ -103,8 +103,8 @@ class WorkerThreads:
     def waiting(self) -> Iterator[None]:
         """If possible, make another thread read requests while the calling thread waits for a lock.
 
-        Only threads of this pool get a replacement, and at most MAX_WAITING at once, because replacements
-        do not end.
+        Only threads of this pool get a replacement, and at most MAX_WAITING at once: a replacement goes on
+        reading requests after the wait.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):

@@ -259,7 +259,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def _counts(kernel: Kernel, placed: MeasuredProbe) -> tuple[float, float]:
-    """Enable a disabled probe; return the numbers (traps, guest instructions) that it adds to each call."""
+    """Enable a disabled probe; return what it adds to each call: (traps, guest instructions)."""
     run = caller(kernel, _COUNTED)
     executed = kernel.machine.count_instructions()
 

@@ -102,7 +102,7 @@ class _CpuContext:
         return self._state.ip == self._pad
 
     def step(self) -> None:
-        """Run one instruction on this CPU, or the handler if the instruction is a breakpoint."""
+        """Run one guest instruction on this CPU; if it is a breakpoint, run its handler instead."""
         self._current[0], self._number[0] = self._identity
         # The other contexts continue later, so the machine must not drop their state.
         start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)

@@ -45,7 +45,7 @@ _PIECE = 1 << 14
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics that its jump needs, or None -> number of instructions.
 
-None counts the jumps that Linux's rule allows.
+The number for None is that of the instructions that Linux's rule lets a jump replace.
 """
 
 
@@ -197,8 +197,8 @@ class FunctionCounter:
     def __init__(self, judges: Sequence[Judge], *, is_local: bool) -> None:
         """Store the judges, one for each kernel. A judge returns the verdict for each instruction.
 
-        `is_local`: a verdict depends only on the function's own code and tables. Then a function that has
-        the same code in several kernels is examined once.
+        `is_local`: True if a verdict depends only on the function's own code and tables. Then a function that
+        has the same code in several kernels is examined once. If False, it is examined in each kernel.
         """
         self.judges = judges
         self._is_local = is_local
@@ -329,9 +329,9 @@ class FunctionCounter:
 
 
 _forked: FunctionCounter | None = None
-"""Counter that FunctionCounter passes to its forked processes; None at other times.
+"""Counter that forked processes of FunctionCounter use; None while no processes are forked.
 
-They inherit the variable, because kernels are too large to send.
+The processes inherit this variable, because a counter contains kernels, which are too large to send.
 """
 
 
@@ -485,7 +485,7 @@ def by_verdict(reasons: Reasons) -> dict[str, int]:
 
 
 def _with_jumps(found: Coverage) -> int:
-    """Return the number of functions with an instruction that is optimized."""
+    """Return the number of functions that have at least one optimized instruction."""
     return sum(by_verdict(reasons)[ProbeOutcome.OPTIMIZED.value] > 0 for _, reasons in found.symbols)
 
 

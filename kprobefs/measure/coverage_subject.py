@@ -66,7 +66,7 @@ class Subject:
     remarks: tuple[str, ...] = ()
     """Sentences for the output about the CPUs for which the counts are valid."""
     has_own_kprobes: bool = False
-    """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's."""
+    """Whether the verdicts are those of the kernel's own kprobes. If False, they are those of kprobefs's."""
 
     @cached_property
     def symbols(self) -> tuple[Symbol, ...]:

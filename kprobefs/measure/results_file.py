@@ -104,6 +104,7 @@ def finish(
     """Yield (number, result) of each part of an analysis. Parts in a results file are not computed again.
 
     `run` computes the parts with the given numbers, in any order. `key`: key of the analysis in the file.
+    `file`: results file to which new results are added; None: all parts are computed.
     """
     known = {} if file is None else file.results(key)
     yield from ((number, result) for number, result in known.items() if number < number_of_parts)

@@ -144,7 +144,7 @@ class Judge:
         return (*self.subject.remarks, *([own] if own else []))
 
     def with_strategy(self, name: str) -> Judge:
-        """Return a judge of the same subject with another optimization policy.
+        """Return a judge of the same subject with the optimization policy `name`.
 
         The judge is cached, because building its index of references takes time. Raises: KernelError (no such
         strategy).

@@ -95,7 +95,7 @@ class Answer:
     breakpoint_kind: str | None = None
     """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
     traps_at_return: bool = False
-    """Whether the probe is a return probe whose trampoline traps."""
+    """Whether the probe is a return probe whose trampoline has a breakpoint, so that returns trap."""
     address: int = 0
     """The probed address; 0 if there is no probe."""
     insn: str = ""
@@ -103,15 +103,15 @@ class Answer:
     probe: TraceKprobe | None = None
     """The probe that the line has created; None if it has created none."""
     reads: list[Read] = field(default_factory=list)
-    """Reads of the fetch arguments that begin with a parameter or the result."""
+    """One Read for each fetch argument that starts from a known parameter or the result, in their order."""
     unloaded: str = ""
-    """Outcome while the modules that the lines name are not loaded; "" if the outcome is the same."""
+    """Outcome while the modules that the lines name are not loaded; "" if it equals `outcome`."""
     extended: str | None = None
-    """Outcome under the kernel's strategy; None if there is no strategy or no probe."""
+    """Outcome under the policy PlannedKernel.strategy; None if there is no such policy or no probe."""
     extended_reason: str = ""
-    """The tactics that the jump needs under the strategy, or the rule by which the strategy refuses the jump.
+    """The tactics that the jump needs under PlannedKernel.strategy, or the rule by which it is refused.
 
-    "" if there is nothing to explain.
+    A tactic is a way to place a jump that Linux refuses. "" if there is nothing to explain.
     """
 
     @property

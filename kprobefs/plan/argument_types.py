@@ -199,8 +199,9 @@ class _Walk:
 
         The warning says that no member begins there. `pointers`: the types that the pointer may have, more
         than one if the pointer is in a union. If a type is unknown, the result is no members and None.
-        `reads_byte`: only one byte is read. Any byte of a big-endian number may be read in this way, so the
-        result is no members and None, too.
+        `reads_byte`: only one byte is read. If this is a byte of a big-endian number, the result is no
+        members and None, because reading any byte of such a number is sensible. Also append the names of what
+        is found to `self.members`.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]

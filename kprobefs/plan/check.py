@@ -182,7 +182,10 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingCheck
 
 
 def _is_foreign(text: str, kernel: PlannedKernel) -> bool:
-    """Return True if a line defines an event of another kind that the kernel has, such as a uprobe."""
+    """Return True if a line defines an event of another kind than kprobes, such as a uprobe.
+
+    For other kinds than uprobes, the kernel must have the kind.
+    """
     found = DEFINITION.match(text)
     if found is None:
         return False

@@ -50,7 +50,7 @@ class SettingChecks:
         self._others: set[str] = set()
         """GROUP/NAME of the events whose definitions the engine has refused or does not check.
 
-        "" stands for events whose names the kernel chooses.
+        "" is in the set if the kernel chooses the name of such an event.
         """
         self._words = FilterWords(
             kernel.interface, _ANY_CPUS, kernel.whole.judge.arch.word_size, self._function_range
@@ -66,7 +66,7 @@ class SettingChecks:
             self._others.add(definition.event)
 
     def answer(self, line: Line) -> Answer:
-        """Return the answer to a setting."""
+        """Return the answer to a setting; its outcome is an errno's name, ACCEPTED or UNCHECKED."""
         setting = SETTING.match(line.text)
         assert setting is not None
         path = unescaped(setting["file"])

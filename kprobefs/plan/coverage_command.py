@@ -109,7 +109,7 @@ def _print(found: Sequence[Coverage], *, compare: bool, as_json: bool) -> None:
 
 
 def _whole(path: str | None) -> str | None:
-    """Return `path` as an absolute path, because workers may have other working directories.
+    """Return an existing path as an absolute path, because workers may have other working directories.
 
     Return `path` unchanged if it is None or does not exist, or if it is `host`, the value that selects the
     kernel of this host.

@@ -55,7 +55,7 @@ def fetch(build_id: str) -> Path:
 
 
 def _download(url: str, place: Path) -> None:
-    """Write the file at a URL to `place`. A file at `place` appears only when it is complete.
+    """Download the file at a URL to the path `place`, where it appears only when it is complete.
 
     Raises: OSError, HTTPException, ValueError.
     """

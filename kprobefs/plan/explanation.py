@@ -32,7 +32,7 @@ not depend on the address.
 """
 _PAGE = 1 << 12
 EXTENDED = "extended"
-"""Outcome that is shown for a probe that the kernel's strategy optimizes and Linux's rule does not."""
+"""Outcome that is shown for a probe that PlannedKernel.strategy optimizes, but Linux's rule does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ListedInsn:
     reason: str
     """The rule that refuses the probe or its jump, and the cause; "" if no rule is broken."""
     extended: Verdict | None
-    """The verdict under the kernel's strategy; None if the kernel has no strategy other than Linux's rule."""
+    """The verdict under PlannedKernel.strategy; None if the kernel has no policy but Linux's rule."""
 
     @property
     def mode(self) -> str:
@@ -117,7 +117,7 @@ class Explanation:
 
     @property
     def is_moved(self) -> bool:
-        """Whether Linux puts the probe after the landing pad at the place."""
+        """Whether the place is a landing pad, so that Linux puts the probe after it."""
         return self.probed.offset != self.place.where.offset
 
     @property
@@ -145,7 +145,7 @@ class Explanation:
 
     @cached_property
     def extended(self) -> Verdict | None:
-        """Verdict on a probe at the place under the kernel's strategy; None if the kernel has no strategy."""
+        """Verdict on a probe at the place under PlannedKernel.strategy; None if the kernel has none."""
         return None if self._extended is None else self._extended.verdict(self.place.where)
 
     @property
@@ -237,9 +237,10 @@ class Explanation:
 
     @cached_property
     def bracket(self) -> range:
-        """Addresses of the whole instructions that a jump at the place replaces, or would replace.
+        """Addresses of the whole instructions that a jump at the place replaces.
 
-        If no jumps are written in the kernel, these are the addresses of the probed instruction.
+        If the jump is refused, they are those that it would replace. If no jumps are written in the kernel,
+        they are those of the probed instruction.
         """
         region = self.region
         if region is not None:
@@ -255,13 +256,13 @@ class Explanation:
 
     @property
     def better_before(self) -> ListedInsn | None:
-        """The nearest instruction before the place at which a probe would be optimized, or None."""
+        """Nearest instruction before the place on which a probe would be optimized; None if there is none."""
         found = [insn for insn in self._optimized if insn.address < self.address]
         return found[-1] if found else None
 
     @property
     def better_after(self) -> ListedInsn | None:
-        """The nearest instruction after the place at which a probe would be optimized, or None."""
+        """Nearest instruction after the place on which a probe would be optimized; None if there is none."""
         return next((insn for insn in self._optimized if insn.address > self.address), None)
 
     @property

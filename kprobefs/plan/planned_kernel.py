@@ -84,9 +84,9 @@ class PlannedKernel:
         """The kernel without modules."""
         self.profile = profile
         self.has_own_kprobes = False
-        """Whether the verdicts are those of the kernel's own kprobes, and not of kprobefs's.
+        """Whether the verdicts are those of the kernel's own kprobes. If False, they are those of kprobefs's.
 
-        False on x86, where both have the same verdicts.
+        It is always False on x86, where both have the same verdicts.
         """
         self.has_own_tracefs = False
         """Whether the answers are for the kernel's own tracefs, as with `--kprobes kernel`."""
@@ -106,7 +106,7 @@ class PlannedKernel:
         """Description, for the output, of the CPUs to which the verdicts apply."""
         self._remarks: tuple[str, ...] = ()
         self.is_dump = False
-        """Whether the kernel was running when its text and data were dumped."""
+        """Whether the kernel comes from a memory dump, with the text and data of a running kernel."""
         self.is_booted = False
         """Whether the text is in the state after boot, as in a dump or with option --cpu."""
 
@@ -127,8 +127,8 @@ class PlannedKernel:
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
         """Return the tables of `core` and the modules.
 
-        `returns`: way in which the modules' returns are rewritten. If `returns` is None, the modules' returns
-        stay as they are. But in a booted kernel, they are then rewritten in the same way as the kernel's own.
+        `returns`: way in which the modules' returns are rewritten. None: as boot has rewritten those of
+        `core` if the kernel is booted; otherwise the returns stay as they are.
         """
         if returns is None and self.is_booted and isinstance(core, LinuxKernel):
             returns = core.booted_returns
@@ -251,7 +251,7 @@ class PlannedKernel:
 
     @property
     def allows_jumps(self) -> bool | None:
-        """Value of sysctl debug.kprobes-optimization in a dump; None if it isn't known."""
+        """Value of sysctl debug.kprobes-optimization in a dump; None for other kernels, or if unknown."""
         address = self.tables.kallsyms.lookup_name(_ALLOWED)
         if not self.is_dump or address is None:
             return None
@@ -259,7 +259,7 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """Return the whole kernel with its returns rewritten as boot does on the CPU of `cpu_description`."""
+        """Return the whole kernel with its returns as boot rewrites them on the CPU of `cpu_description`."""
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
             return Variant("", self.judge)
@@ -268,7 +268,7 @@ class PlannedKernel:
         return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     def variant(self, symbol: Symbol) -> Variant:
-        """Return the kernel with a function's returns rewritten as boot does on the CPU of `cpu_description`.
+        """Return the kernel with a function's returns as boot rewrites them on the CPU of `cpu_description`.
 
         If the kernel has no return thunks or has booted already, the function's text stays unchanged.
         """

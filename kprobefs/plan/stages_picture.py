@@ -90,7 +90,7 @@ class _Pictured:
         return "; ".join(text for _, _, text in insns)
 
     def flush(self) -> None:
-        """Run the optimizer at once."""
+        """Run the optimizer at once, instead of after its delay."""
         assert self.kprobes.optimizer is not None
         self.kprobes.optimizer.flush()
 

@@ -12,7 +12,7 @@ class Control(NamedTuple):
     targets: tuple[int, ...] = ()
     """Distances in bytes from the instruction to its branch targets."""
     leaves: bool = False
-    """Whether control may leave the function, to code that this analysis doesn't see."""
+    """Whether control may leave the function, and continue in code that this analysis doesn't see."""
 
 
 LEAVES = Control(falls_through=False, leaves=True)

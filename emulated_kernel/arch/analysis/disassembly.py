@@ -48,7 +48,7 @@ def address_names(lookup: Callable[[int], Location | None]) -> AddressName:
 
 
 def unnamed(_addr: int) -> None:
-    """Return None for each address, so that a listing with this function shows only numbers."""
+    """Return None for each address. With this function as `name`, a listing shows only numbers."""
 
 
 def data_text(code: bytes) -> str:

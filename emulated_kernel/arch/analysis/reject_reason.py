@@ -19,7 +19,7 @@ class RejectSubject(Enum):
 
 
 class RejectReason(Enum):
-    """Rules that reject or limit a probe; the values are texts of the `reason` file."""
+    """Rules that forbid a probe or its jump; the values are texts of the `reason` file."""
 
     # Enum's own __hash__ is Python code and too slow: coverage counts millions of instructions by reason.
     __hash__ = object.__hash__

@@ -110,9 +110,10 @@ class Frame:
             self.slots[place] = value
 
     def drop_below(self, stack_pointer: str) -> None:
-        """Forget the slots below the stack pointer, because the next interrupt overwrites them.
+        """Forget the stack slots below the stack pointer, because the next interrupt overwrites them.
 
-        `stack_pointer`: name of the register that is the stack pointer.
+        `stack_pointer`: name of the register that is the stack pointer. If its value is unknown, forget
+        nothing.
         """
         top = self.at(stack_pointer)
         if top is not None:
@@ -199,18 +200,19 @@ class FunctionFrames:
     def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
         """Store the frames of a function.
 
-        `by_interrupt`: an interrupt entered the function, so the interrupted ip takes the place of a return
-        address. `exits`: address outside the function -> frame at this address. The addresses are the targets
-        of jumps that are taken while the stack isn't empty, such as jumps to the function's cold part.
+        `by_interrupt`: True if an interrupt enters the function, so that the interrupted ip takes the place
+        of a return address; False if a call enters it. `exits`: address outside the function -> frame at this
+        address. The addresses are the targets of jumps that are taken while the stack isn't empty, such as
+        jumps to the function's cold part.
         """
         self.by_interrupt = by_interrupt
         self.exits = exits
         self._addresses: list[int] = []
         self._frames: list[tuple[_Regs, _Slots]] = []
-        """Frames, one for each address at which the frame changes.
+        """The frames at the addresses in `_addresses`, in the same order.
 
-        `_addresses` has these addresses. A frame applies up to the next address, because most instructions
-        change nothing.
+        A frame is stored only if it differs from the one before it, and applies up to the next address: most
+        instructions change nothing.
         """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):
@@ -297,14 +299,16 @@ class FrameSearch:
         self._after: dict[int, int] = {}
         """Address that the search first reached through a call or trap -> address of this call or trap.
 
-        If two paths meet at the address with different stack pointers, the call or trap may never return.
+        If another path reaches the first address with a different stack pointer, the call or trap may never
+        return.
         """
         self._pending = list(entries)
         self._behind: dict[Flow, list[tuple[int, int, Frame]]] = {Flow.CALL: [], Flow.TRAP: []}
         """Calls and traps after which the search has not continued yet.
 
-        An item is the address of the call or trap, the address after it, and the frame before the second
-        address. The search continues after calls first, because calls are more likely to return than traps.
+        An item is the address of the call or trap, the address of the next instruction, and the frame before
+        the next instruction. The search continues after calls first, because calls are more likely to return
+        than traps.
         """
         self.guessed: set[int] = set()
         """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""
@@ -387,9 +391,9 @@ class FrameSearch:
             self._pending.append(to)
 
     def _guess(self) -> bool:
-        """Continue the search at the next unreached address, as if an indirect jump led to it.
+        """Continue the search at the next unreached address, as if an indirect jump led to it; return True.
 
-        Return False if no indirect jump was found, or if no address is left.
+        Return False if the search has reached no indirect jump, or if no unreached address is left.
         """
         if self._jumped is None:
             return False

@@ -158,7 +158,10 @@ class CodeXrefs:
         self._possible_addresses = possible_addresses
 
     def tables_changed(self) -> None:
-        """Drop the cached references that modules contribute. The caller has loaded or unloaded a module."""
+        """Drop the cached references of modules; the next request collects them again.
+
+        The caller has loaded or unloaded a module.
+        """
         for name in ("_labels", "_fixups", "_pointers", "_module_branches", "_addresses"):
             self.__dict__.pop(name, None)
 

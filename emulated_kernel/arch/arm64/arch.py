@@ -42,8 +42,8 @@ class Arm64(Arch):
     """Hooks of a distribution's kernel for arm64. The first eight arguments of a function are in registers.
 
     Linux has no jump optimization on arm64, so a jump replaces a breakpoint by rules of kprobefs. No register
-    holds the address of per-CPU data, so the code of a handler contains the addresses of the handler's cells.
-    The emulated CPU, an Armv8.0, has no PAN: the kernel can read user memory at any time.
+    holds the address of per-CPU data, so the code of a handler contains the addresses of its cells (per-CPU
+    variables). The emulated CPU, an Armv8.0, has no PAN: the kernel can read user memory at any time.
     """
 
     name = "arm64"

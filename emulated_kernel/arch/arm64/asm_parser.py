@@ -40,7 +40,7 @@ _RESERVED = {
     _PLATFORM: "x18 is the platform's",
     LINK: "x30 may be another probe's to change",
 }
-"""Number of a register that no handler may write -> the reason."""
+"""Number of a register that no handler may write -> the reason, as text for the error message."""
 _THREE = "add sub and orr eor bic orn eon lsl lsr asr ror mul mneg udiv sdiv smull umull smulh umulh adc sbc"
 _SETTING = "adds subs ands bics adcs sbcs negs ngcs"
 _OTHERS = (
@@ -72,9 +72,9 @@ _BASE = 1 << 20
 class Arm64Assembler(Assembler):
     """Assembler of arm64 handlers, in GNU syntax.
 
-    `ldr x9, name` reads a cell, and `adr x9, name` loads its address. `str x9, name, x10` writes a cell and
-    overwrites x10. `ldr x9, =number` loads any number.
-    A `#` directly before a number begins no comment.
+    A cell is a per-CPU variable of the handler. `ldr x9, name` reads a cell, and `adr x9, name` loads its
+    address. `str x9, name, x10` writes a cell and overwrites x10. `ldr x9, =number` loads any number. A `#`
+    directly before a number begins no comment.
     """
 
     comment = lazy_pattern(r"#(?![-+]?\d).*|//.*")
@@ -144,7 +144,10 @@ class _Line:
     label: str | None
     """The label to which the statement jumps; None if it jumps to no label."""
     cell: tuple[str, int] | None
-    """Name of the cell that the statement refers to, and the offset in it; None if there is none."""
+    """Name of the cell (a per-CPU variable of the handler) that the statement refers to, and offset in it.
+
+    None if the statement refers to no cell.
+    """
 
     @classmethod
     def of(cls, statement: Statement, labels: Mapping[str, int]) -> _Line:
@@ -167,7 +170,7 @@ class _Line:
         return cls(statement, text, name, operands, label, cell)
 
     def own_code(self, cells: Mapping[str, int]) -> bytes | None:
-        """Return the code of a statement that refers to a cell or loads a number.
+        """Return the code of a statement that refers to a cell (a per-CPU variable) or loads a number.
 
         Return None for any other statement. `cells`: name of a cell -> its address.
         Raises: KernelError EINVAL.

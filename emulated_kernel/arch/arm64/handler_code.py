@@ -44,10 +44,10 @@ from emulated_kernel.arch.program.ir import HandlerCode, Program
 
 _STACK_ALIGN = 16
 CALLER = 9
-"""Number of x9, which contains the return address of the traced function when an fentry site's call is made.
+"""Number of x9, which has the return address of the traced function when an fentry site calls a handler.
 
-While the handlers of this call run, x9 contains the address after the site, and x30 contains the return
-address.
+While the handler runs, the two addresses are exchanged: x9 has the address after the site, and x30 has the
+return address.
 """
 EXCHANGE_LINKS = move(SCRATCH, LINK) + move(LINK, CALLER) + move(CALLER, SCRATCH)
 """Code that exchanges x30 and x9, at the start of code that an fentry site calls.
@@ -62,7 +62,8 @@ def handler_code(
     """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
     `addr`: address of the probe, which the program sees as the ip. The code itself works at any address.
-    `by_call`: an fentry site calls the code.
+    `by_call`: True if an fentry site calls the code, so that it must exchange x9 and x30; False if a jump or
+    trap enters it.
     """
     constants = {"ip": addr}
     before = EXCHANGE_LINKS if by_call else b""
@@ -76,10 +77,10 @@ def handler_code(
 
 
 def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
-    """Return a map slot number -> instruction that reads the slot's value from a frame with all registers.
+    """Return a map slot number -> instruction that loads the slot's value from a frame with all registers.
 
-    The map is for Encoding.patch_slot. `body`: the program, which runs on the frame. `room`: distance in
-    bytes from the frame up to the probed code's sp.
+    A slot is a value at the hit that the program reads. The map is for Encoding.patch_slot. `body`: the
+    program, which runs on the frame. `room`: distance in bytes from the frame up to the probed code's sp.
     """
     slots = {number: in_slot(WORD * number) for number in body.slots}
     return slots | {SP: above_stack(room)}
@@ -133,7 +134,10 @@ RETURN_ROOM = pt_regs.SIZE + 2 * WORD
 _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
 """Size in bytes of the area above the register frame of a return; its lowest word is the return address."""
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, LINK, WORD)
-"""Code that pushes x30, the trampoline's own address, by which an unwinder recognizes a hooked function."""
+"""Code that pushes x30, which still has the address that the hooked function returned to.
+
+This is the trampoline's address, by which an unwinder recognizes a hooked function.
+"""
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM) + store(SP, pt_regs.SIZE, LINK, WORD)
 _RETURN = load(LINK, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + return_to(LINK)
 _RETURN_FROM_FRAME = (

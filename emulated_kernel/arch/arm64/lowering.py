@@ -95,7 +95,10 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class Arm64Lowering(Lowering):
-    """Lowers ops to A64 instructions. Offsets of per-CPU data are addresses: the kernel has one CPU."""
+    """Lowers ops to A64 instructions.
+
+    The kernel has one CPU, so the offsets of per-CPU data in ops are absolute addresses.
+    """
 
     zero = ZERO
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)

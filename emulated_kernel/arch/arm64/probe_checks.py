@@ -43,7 +43,7 @@ class Arm64FunctionAnalysis:
     function: Function
     words: tuple[int, ...]
     is_guarded: bool = True
-    """Whether an indirect branch to an instruction other than a landing pad may be a fault (BTI)."""
+    """Whether an indirect branch may fault if it does not lead to a landing pad (BTI)."""
 
     def word_at(self, addr: int) -> int:
         """Return the instruction at `addr`, which must be one of `insns`."""

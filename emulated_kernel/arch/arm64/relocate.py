@@ -24,7 +24,7 @@ _INVERT_TEST = 1 << 24
 _ALWAYS = 14
 """The first of the two condition codes that always hold."""
 _SKIP = 2 * SIZE
-"""Distance in bytes from an inverted branch to the end of the branch after it, which it skips."""
+"""Distance in bytes from an inverted branch to its target, the address after the branch that follows it."""
 
 
 class Relocation(Enum):

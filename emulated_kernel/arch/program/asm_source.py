@@ -32,7 +32,7 @@ class Assembly:
     writes: frozenset[str]
     writes_flags: bool
     starts: tuple[int, ...]
-    """Offsets in bytes of the code's instructions, each of which may fault."""
+    """Offset in bytes of each instruction of the code; any of these instructions may fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def _pieces(text: str, name: str, comment: re.Pattern[str]) -> Iterator[Statemen
 
 
 def cell_offset(statement: Statement, offset: int, size: int) -> int:
-    """Check an access of `size` bytes at `offset` in a cell, and return `offset`.
+    """Check an access of `size` bytes at `offset` in a cell (a per-CPU variable), and return `offset`.
 
-    Raises: KernelError EINVAL (the access crosses the cell's end).
+    Raises: KernelError EINVAL (the access is not completely inside the cell).
     """
     if not 0 <= offset <= CELL_SIZE - size:
         raise statement.refused(f"a cell has {CELL_SIZE} bytes")

@@ -56,15 +56,15 @@ def by_cost(
 
 
 class Assignment(dict[int, int]):
-    """Map from virtual to real registers.
+    """Map virtual register -> real register.
 
-    A real register is assigned on first use, in order of preference.
+    A virtual register gets its real register on first use: the first free one in the order of preference.
     """
 
     def __init__(self, order: Sequence[int], overwritten: set[int]) -> None:
         self._order = order
         self.pinned: set[int] = set()
-        """Real registers that can't be assigned, because the program reads their value at the hit."""
+        """Real registers that must not be assigned, because the program reads their values at the hit."""
         self.overwritten = overwritten
         """Real registers that may no longer contain the probed code's value."""
 
@@ -79,7 +79,7 @@ class Assignment(dict[int, int]):
 class Lowering(ABC):
     """Lowers ops to blocks of code, and records the registers and saved values that the code uses.
 
-    Each op has a method named after it.
+    Each class of ops has its own method: _set_immediate() lowers SetImmediate.
     """
 
     encoding: ClassVar[Encoding]

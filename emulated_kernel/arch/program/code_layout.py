@@ -50,7 +50,7 @@ class Block:
         Control continues at the label if the host's action returns False.
         """
         self.accesses: list[tuple[int, int]] = []
-        """Instructions that may fault: offset, and number of the label at which a fault continues."""
+        """Instructions that may fault: offset, and number of the label to which a fault leads."""
         self.slots: list[tuple[int, int]] = []
         """Reads of saved values: offset at which the value's place is to be filled in, and slot number."""
 
@@ -74,7 +74,7 @@ class Layout:
         """Index of a placed block -> its offset in the code."""
         self._chained: set[int] = set()
         self._jumps: list[tuple[int, int]] = []
-        """Jumps between chains: offset of the missing target, and index of the block to jump to."""
+        """Jumps between chains of blocks: offset of the missing target, and index of the target block."""
 
     def chain(self, index: int) -> tuple[list[int], int]:
         """Return the chain of blocks that begins with `index`, and the block at which control continues.
@@ -99,7 +99,7 @@ class Layout:
                 yield index
 
     def put(self, chain: Sequence[int]) -> None:
-        """Append the code of a chain's blocks."""
+        """Append the code of a chain's blocks, and record its offsets in `starts`."""
         for index in chain:
             self.starts[index] = len(self.code)
             self.code += self._blocks[index].code

@@ -44,7 +44,8 @@ class CpuWords:
         """Return the locations in a kernel; None if `abi` lacks one of them.
 
         `abi`: name -> offset in bytes, for the kernel's structures and per-CPU variables. `register`: name of
-        the register that holds the running task's address, or None. `word`: size of a pointer in bytes.
+        the register that holds the running task's address; None if a per-CPU variable holds it. `word`: size
+        of a pointer in bytes.
         """
         if register is not None:
             current: int | str | None = register
@@ -97,8 +98,8 @@ class CpuWords:
 def load_base(dst: int, own_offset: int | None, offset: int, word: int) -> tuple[Op, ...]:
     """Return ops that set `dst` to the address of the running CPU's per-CPU data at `offset`.
 
-    `own_offset`: offset of the per-CPU word that contains the address of this CPU's per-CPU area. If it is
-    None, `offset` is an absolute address. `word`: size of a pointer in bytes.
+    `own_offset`: offset of the per-CPU word that contains the address of this CPU's per-CPU area. None: there
+    is one CPU, and `offset` is an absolute address. `word`: size of a pointer in bytes.
     """
     if own_offset is None:
         return (SetImmediate(dst, offset),)

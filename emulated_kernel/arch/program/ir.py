@@ -261,7 +261,10 @@ class CompareExchange(Op):
 
 
 class FetchAdd(Op):
-    """Add a register atomically to the word at base + offset. The register receives the old word."""
+    """Add a register atomically to the word at base + offset.
+
+    The same register receives the old value of the word.
+    """
 
     base: int
     offset: int
@@ -269,7 +272,7 @@ class FetchAdd(Op):
 
 
 class Place(Op):
-    """Make the current position that of `label`, so that jumps to the label lead to the next op."""
+    """Define the position of `label`: jumps to the label lead to the op after this one."""
 
     label: Label
 
@@ -314,8 +317,8 @@ class BranchPerCpu(Op):
 class CallHost(Op):
     """Call the host through a breakpoint; `number` is the index of the action in ProgramBuilder.actions.
 
-    The action may read and write guest memory. If the action returns True, control continues after the op,
-    else at `label`. Virtual registers keep their values.
+    The action is a function of the host that may read and write guest memory. If it returns True, control
+    continues after the op; if it returns False, at `label`. Virtual registers keep their values.
     """
 
     number: int

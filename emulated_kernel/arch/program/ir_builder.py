@@ -11,7 +11,7 @@ from emulated_kernel.arch.program.ir import CallHost, Jump, Label, Op, Place, Pr
 HostAction = Callable[[], bool]
 """Function that the host runs for a CallHost op.
 
-If it returns True, control continues after the op, else at the op's label.
+Its result selects where control continues: after the op if True, at the op's label if False.
 """
 
 
@@ -19,7 +19,7 @@ class EntryKind(Enum):
     """How control enters a handler program."""
 
     BREAKPOINT = auto()
-    """By a breakpoint, whose trap handler redirected control."""
+    """By a breakpoint; the handler of the trap set the ip to the program's code."""
     JUMP = auto()
     """By the jump of an optimized probe, without a trap."""
     CALL = auto()
@@ -69,7 +69,7 @@ class ProgramBuilder:
             self._into = outer
 
     def call_host(self, action: HostAction, on_false: Label) -> None:
-        """Emit a host call that continues at `on_false` if the action returns False."""
+        """Emit a host call of `action`; if it returns False, control goes to `on_false`."""
         self.emit(CallHost(len(self.actions), on_false))
         self.actions.append(action)
 

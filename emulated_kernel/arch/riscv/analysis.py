@@ -58,7 +58,7 @@ class RiscvFunctionAnalysis:
     def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
         """Decode a function. `fentry`: addresses of the kernel's fentry sites.
 
-        `compressed`: the kernel uses RVC.
+        `compressed`: the kernel uses instructions of 2 bytes (RVC); otherwise all have 4 bytes.
         """
         self.function = function
         self.fentry = fentry
@@ -88,7 +88,7 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address -> rejection of the next instruction, at or after the address, that a detour can't execute.
+        """Address of an instruction -> rejection of the first one from there on that a detour can't execute.
 
         The value is None if there is no such instruction up to the end of the function.
         """

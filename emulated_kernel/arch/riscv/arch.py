@@ -172,8 +172,8 @@ class RISCV64(Riscv):
 class LinuxRISCV64(RISCV64):
     """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
 
-    No register holds the address of per-CPU data, so the code of a handler contains the addresses of the
-    handler's cells. The kernel clears sstatus.SUM except in its own accesses to user memory.
+    No register holds the address of per-CPU data, so the code of a handler contains the addresses of its
+    cells (per-CPU variables). The kernel clears sstatus.SUM except in its own accesses to user memory.
     """
 
     current_register = "tp"

@@ -87,7 +87,8 @@ _BRANCH_RANGE = range(-0x1000, 0x1000)
 class RiscvAssembler(Assembler):
     """Assembler of RISC-V handlers, in GNU syntax.
 
-    `la` loads the address of a cell. A store to a cell has a third operand: a register for its address.
+    A cell is a per-CPU variable of the handler; `la` loads its address. A store to a cell has a third
+    operand: a register for the cell's address, which may be overwritten.
     """
 
     def cells(self, source: SourceText) -> tuple[str, ...]:
@@ -161,7 +162,10 @@ class _SourceLine:
         return value
 
     def cell_operand(self) -> tuple[str, int] | None:
-        """Return the cell's name and the offset in it if the instruction accesses a cell, else None."""
+        """Return (name of the cell, offset in it) if the instruction accesses a cell, else None.
+
+        A cell is a per-CPU variable of the handler.
+        """
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
         if not takes or len(self.operands) < 2:
             return None
@@ -215,7 +219,8 @@ class _SourceLine:
     def place(self, size: int, cells: Mapping[str, int]) -> int | None:
         """Return the offset from gp to the `size` bytes of a cell that the line accesses.
 
-        `cells`: name of a cell -> its offset from gp. Return None if the line accesses no cell.
+        A cell is a per-CPU variable of the handler. `cells`: name of a cell -> its offset from gp. Return
+        None if the line accesses no cell. Raises: KernelError EINVAL (the access crosses the cell's end).
         """
         cell = self.cell_operand()
         return None if cell is None else cells[cell[0]] + cell_offset(self.statement, cell[1], size)
@@ -285,8 +290,8 @@ def _address(line: _SourceLine, cells: Mapping[str, int]) -> bytes:
 def _reached(line: _SourceLine, place: int, register: int) -> tuple[int, int, bytes]:
     """Return (base register, offset from it, code that sets the base) for per-CPU data at `place`.
 
-    `place`: offset from gp. If it fits in 12 bits, the base is gp, and there is no code. Otherwise the base
-    is `register`.
+    `place`: offset from gp. If it fits in 12 bits, the base is gp, and the code is empty. Otherwise the base
+    is `register`, which the code sets.
     Raises: KernelError EINVAL about the statement `line` (`register` is x0, but is needed).
     """
     if fits_12(place):

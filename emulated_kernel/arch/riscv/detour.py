@@ -104,9 +104,10 @@ def _linked_call(scratch: int, source: int, register: int, offset: int, followin
 
 
 def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -> StubEnd:
-    """Return the end of a stub: the region's only instruction, relocated without a free register; see Arch.
+    """Return the end of a stub: the only instruction of `region`, relocated without a free register.
 
-    A breakpoint takes the place of each jump that would need a register.
+    A breakpoint takes the place of each jump that would need a register; see Arch. `breakpoint_`: the
+    breakpoint instruction. `compressed`: the kernel uses RVC.
     """
     insn, code, leads = _stub_insn(region, to, breakpoint_, compressed=compressed)
     if relocation_of(insn) not in (*LEAVES, *RELOCATED_CALLS):
@@ -143,7 +144,8 @@ def original_place(
 ) -> OriginalPlace:
     """Map an address in the relocated instructions to the original instruction; see Arch.
 
-    `breakpoint_`: as in stub_end(). No relocated RISC-V instruction pushes, so `pushed` of the result is 0.
+    `copied`: address of the first relocated instruction. `breakpoint_`: as in stub_end(). No relocated RISC-V
+    instruction pushes, so `pushed` of the result is 0.
     """
     at = copied
     insns: Iterable[tuple[int, RiscvInsn, bytes]]

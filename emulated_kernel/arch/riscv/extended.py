@@ -44,12 +44,15 @@ class _Replaced:
 
     @property
     def leaves(self) -> bool:
-        """Whether the last copied instruction always leaves the detour, so that no jump back is needed."""
+        """Whether the last copied instruction always leaves the detour. Then no jump back is needed."""
         return self.relocations[-1] in (*LEAVES, *RELOCATED_CALLS)
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by the strategy's tactics, or the jump's rejection."""
+    """Return the region that a jump at `addr` would replace, or the rejection of the jump.
+
+    The rules are those of the extended strategy.
+    """
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
             return Rejection(reason, analysis.hazards[reason])

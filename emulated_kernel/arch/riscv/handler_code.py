@@ -144,7 +144,11 @@ _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
 The lowest word of the area is the return address.
 """
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
-"""Code that pushes ra, the trampoline's own address, by which an unwinder recognizes a hooked function."""
+"""Code that pushes ra, by which an unwinder recognizes a hooked function.
+
+After the return of a hooked function, ra still contains the address to which the function returned: the
+trampoline's.
+"""
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
 _NO_CONSTANTS: Mapping[str, int] = {}
@@ -205,8 +209,8 @@ class RiscvReturnCode(ReturnCode):
     ) -> HandlerCode:
         """Return code that runs a program on the register frame that the return trampoline has saved.
 
-        `before` is code to run before the program, and `leave` is code at each JumpTo of the program. `far`:
-        branches may lead farther than 4 KiB.
+        `before`: code to run before the program. `leave`: code to insert at each JumpTo of the program.
+        `far`: branches may lead farther than 4 KiB.
         """
         body = self._lowered(program, None, far=far)
         slots = {number: in_slot(WORD * number) for number in body.slots}

@@ -95,9 +95,9 @@ _LINK = -7
 _OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
 """Pseudo virtual register -> real register, for programs that call USER_ACCESS."""
 USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
-"""Code that handlers call to change sstatus: at its start, it sets the bits in t4.
+"""Code that handlers call to change sstatus: its first part sets the bits in t4.
 
-At USER_ACCESS_END, it clears them.
+The second part, at the offset USER_ACCESS_END, clears these bits.
 """
 USER_ACCESS_END = 8
 """Offset in USER_ACCESS, in bytes, of the code that clears the bits."""
@@ -288,9 +288,10 @@ class RiscvLowering(Lowering):
             self._code += set_register(link, self._user_access + offset) + asm.jalr(link, link, 0)
 
     def _cell(self, address: int, register: int) -> tuple[int, int]:
-        """Return a base register and an offset from it for an absolute address; emit code that sets the base.
+        """Return a base register and an offset from it for the absolute address `address`.
 
-        The base is `register`, or x0 if the offset alone is the address. Then no code is emitted.
+        Emit code that sets the register `register`, which is the base. If the offset alone can be the
+        address, the base is x0, and no code is emitted.
         """
         address = sign_extend(address, 64)
         low = sign_extend(address, 12)
@@ -360,7 +361,10 @@ class RiscvLowering(Lowering):
         self._code += asm.multiply(dst, dst, self._real[op.src])
 
     def _atomic_place(self, base: int, offset: int) -> int:
-        """Return a register that contains base + offset, for an atomic access; emit code that computes it."""
+        """Return a register that contains base + offset, the address of an atomic access.
+
+        Unless `offset` is 0, emit code that computes the sum in a spare register.
+        """
         if not offset:
             return base
         spare = self._real[SPARE]

@@ -111,9 +111,9 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
 
 
 def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> RejectReason | None:
-    """Return the reason with which _free_registers() rejects a region, or None if it finds registers.
+    """Return why no registers are free for the jumps of the region from `addr` to `behind`, or None.
 
-    `behind` is the address after the region.
+    None means that _free_registers() finds registers. `behind` is the address after the region.
     """
     if analysis.has_idle_register:
         return None
@@ -370,7 +370,7 @@ STRATEGIES = {
 class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
     """Cache: kinds of four consecutive instructions -> reason against replacing them by a jump, or None.
 
-    A kind of 0 means that the function has ended.
+    A kind is RiscvInsnAttributes.kind. 0 means that the function has ended.
     """
 
     def __missing__(self, kinds: tuple[int, int, int, int]) -> RejectReason | None:
@@ -395,7 +395,7 @@ class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]
 
 _OPTIMIZATION_BLOCKERS = _OptimizationBlockers()
 _MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
-"""Translation table of instruction kinds: 1 if the instruction can be executed out of line, else 0."""
+"""Translation table: RiscvInsnAttributes.kind -> 1 if the instruction can be executed out of line, else 0."""
 _NOTHING = bytes(3)
 """Three zero kinds, appended to the kinds of a function's instructions, so that each has three successors."""
 

@@ -38,7 +38,7 @@ def clear_in_status(bits: int) -> bytes:
 def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
     """Return code that saves all general registers except sp and `but` in a struct pt_regs.
 
-    The code first lowers sp by `room` bytes, so that the struct pt_regs begins at sp.
+    The code first lowers sp by `room` bytes; the struct pt_regs begins at the new sp.
     """
     stores = (store(SP, WORD * number, number, WORD) for number in _GENERAL if number != but)
     return move_stack_pointer(-room) + b"".join(stores)

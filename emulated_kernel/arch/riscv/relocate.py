@@ -40,9 +40,9 @@ class Relocation(Enum):
     LEAVE = auto()
     """A return or an indirect jump, which is copied."""
     CALL = auto()
-    """A jal that links to a register."""
+    """A jal that stores the return address in a register."""
     REGISTER_CALL = auto()
-    """A jalr that links to a register."""
+    """A jalr that stores the return address in a register."""
     REFUSED = auto()
 
 
@@ -71,13 +71,17 @@ def relocation_of(insn: RiscvInsn) -> Relocation:
 Jump = Callable[[int, int], bytes]
 """Function that encodes a jump from a source address to a target address."""
 LinkedCall = Callable[[int, int, int, int], bytes]
-"""Function that encodes a jalr through its own link register: source, register, offset, return address."""
+"""Function that encodes a jalr whose base register also receives the return address.
+
+Its arguments are the address of the code, the register, the offset from it, and the return address.
+"""
 
 
 def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, jump: Jump, linked_call: LinkedCall) -> bytes:
     """Return code at `to` with the effect of `insn` at `addr`, whose bytes are `code`.
 
-    `jump` and `linked_call` encode the jumps that need a register, or other code in place of such a jump.
+    `jump` and `linked_call` encode each jump that needs a register, or return other code to put in its place.
+
     Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (out of reach).
     """
     kind = relocation_of(insn)

@@ -103,10 +103,10 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """Change a frame as an instruction does that reads or writes sepc.
+    """Change `frame` like an instruction that reads or writes sepc.
 
-    `to`: register that receives the old value of sepc, or None. `source`: register whose value is written to
-    sepc, or None.
+    `to`: register that receives the old value of sepc; None if sepc is not read. `source`: register whose
+    value is written to sepc; None if sepc is not written.
     """
     was = frame.regs.get(EXCEPTION_PC)
     if source is not None:

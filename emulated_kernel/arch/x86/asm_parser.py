@@ -52,7 +52,7 @@ _BASE = 1 << 20
 A label has the address of the statement after it.
 """
 _PLACE = 1 << 24
-"""Placeholder for the address of a cell in the text that keystone assembles; see _to_cell()."""
+"""Address that keystone assembles in place of a cell (per-CPU variable of the handler); see _to_cell()."""
 
 
 class X86Assembler(Assembler):
@@ -195,7 +195,7 @@ class X86Assembler(Assembler):
 
 
 def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
-    """Yield each statement with a memory operand, and the text in the operand's brackets.
+    """Yield (statement, text in the operand's brackets) for each statement with a memory operand.
 
     Raises: KernelError EINVAL (brackets don't match, or there is more than one pair).
     """
@@ -210,7 +210,8 @@ def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
 def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
     """Return the name of the cell in an operand, and the offset in the cell; None if it names no cell.
 
-    `inner`: text between the brackets of the operand.
+    A cell is a per-CPU variable of the handler. `inner`: text between the brackets of the operand.
+
     Raises: KernelError EINVAL (the operand has more than a cell and a number).
     """
     unknown = [name for name in _NAME.findall(inner) if not _REGISTER.fullmatch(name.lower())]

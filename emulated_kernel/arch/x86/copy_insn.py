@@ -206,10 +206,10 @@ def _mask(bits: int) -> int:
 
 
 def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
-    """Return the emulation of the relative call or jump `insn` at `addr`, which `op` executes.
+    """Return the emulation of the relative call or jump `insn` at `addr`.
 
-    An operand size of 16 bits, which exists only in 32-bit mode, truncates the target. `counter_mask`: see
-    X86Emulation.
+    `op`: function that executes the instruction. An operand size of 16 bits, which exists only in 32-bit
+    mode, truncates the target. `counter_mask`: see X86Emulation.
     """
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))

@@ -140,8 +140,8 @@ def stub_end(region: Region, to: int, bits: int) -> StubEnd:
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
     """Map an address in the relocated instructions to the original instruction; see Arch.
 
-    A relocated call is a push and a jump. An address of either is mapped to the call. At the jump, `pushed`
-    is the size of the return address that was pushed.
+    A relocated call is a push and a jump. The addresses of both are mapped to the call. At the jump, the
+    return address has been pushed, and `pushed` of the result is its size; otherwise it is 0.
     """
     at = copied
     if is_popf(region.code, bits):

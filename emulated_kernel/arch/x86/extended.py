@@ -32,10 +32,10 @@ _NO_INDEX = 0x20
 
 
 def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
-    """Return the region that a jump at `addr` replaces by this strategy's tactics, or the jump's rejection.
+    """Return the region that a jump at `addr` would replace, or the rejection of the jump.
 
-    The last `kept` bytes of the jump are not written. These bytes must be equal to the bytes that the code
-    has at their addresses.
+    The rules are those of the extended strategy. The last `kept` bytes of the jump are not written. These
+    bytes must be equal to the bytes that the code has at their addresses.
     """
     function = analysis.function
     if addr in analysis.layout.entry_text:
@@ -52,9 +52,10 @@ def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | 
 
 
 def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Rejection:
-    """Return the region of a jump at `addr` whose last `kept` bytes stay as they are, or its rejection.
+    """Return the region of a jump at `addr`, or the rejection of the jump.
 
-    The region consists of whole instructions, padding, and the kept bytes.
+    The last `kept` bytes of the jump keep their values. The region consists of whole instructions, padding,
+    and the kept bytes.
     """
     used: list[Relocation] = []
     at = addr
@@ -98,10 +99,9 @@ def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Re
 def _refusal(
     analysis: X86FunctionAnalysis, addr: int, at: int, facts: InsnAttributes | None
 ) -> Rejection | None:
-    """Return the reason why the instruction at `at` can't be in a probe's region; None if it can.
+    """Return the rejection if the instruction at `at` can't be in the region of a jump at `addr`; else None.
 
-    `addr`: address of the probe. `facts`: attributes of the instruction; None if no instruction begins at
-    `at`.
+    `facts`: attributes of the instruction; None if no instruction begins at `at`.
     """
     if facts is None:
         return Rejection(RejectReason.NOT_A_BOUNDARY, at)

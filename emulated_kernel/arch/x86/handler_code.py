@@ -91,8 +91,8 @@ def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple
     """Return code that copies ax, which contains the saved flags, and code that loads ax from the copy.
 
     The first code runs before a program, and the second code after it. If the program doesn't use ax, both
-    codes are empty. The third result is the number of words that the first code pushes: 0 if it copies ax to
-    a free register.
+    codes are empty, and the third result is 0. Otherwise it is the number of words that the first code
+    pushes: 1, or 0 if it copies ax to a free register.
     """
     if AX not in body.used:
         return b"", b"", 0
@@ -110,7 +110,10 @@ class X86ReturnCode(ReturnCode):
     """Generator of return trampolines and return handlers, with the frame of x86_64 or i386."""
 
     def __init__(self, frame: RegsFrame, registers: str) -> None:
-        """Store the frame layout, and the names of the registers that a caller may read after a return."""
+        """Store the layout of the frame.
+
+        `registers`: names of the registers that a caller may read after a return.
+        """
         self._frame = frame
         self.live = LiveRegisters(frozenset(registers.split()), flags=False)
 

@@ -121,15 +121,18 @@ def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
 
 
 def is_valid(code: bytes, bits: int = 64) -> bool:
-    """Return True if a processor can execute the instruction at the start of `code`."""
+    """Return True if iced-x86 can decode the instruction at the start of `code`.
+
+    Unlike Linux's decoder, iced refuses opcodes that don't exist.
+    """
     return bool(iced_decoder(code, 0, bits).decode())
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
-    """Yield address, length and iced's instruction for each instruction, until Linux can't decode one.
+    """Yield (address, length, iced's instruction) until an instruction that Linux can't decode.
 
-    The third item is None if only Linux's decoder knows a length. An instruction that extends beyond the end
-    of `code` is read as if zeros followed.
+    The third item is None if Linux's decoder knows the length of the instruction, but iced can't decode it.
+    An instruction that extends beyond the end of `code` is read as if zeros followed.
     """
     end = addr + len(code)
     padded = code + bytes(MAX_INSN_SIZE)
@@ -357,9 +360,9 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Return size and value of the immediate, which is of the kind `kind`.
+        """Return size and value of the immediate, whose kind is `kind`.
 
-        For a far pointer and enter, return the size and value of the first part.
+        If the immediate has two parts, as in a far pointer or enter, return size and value of the first part.
         """
         size = self._immediate_size(kind)
         value = self._take(size)

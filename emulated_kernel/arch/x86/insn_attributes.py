@@ -282,7 +282,7 @@ def is_indirect_jump(insn: X86Insn) -> bool:
 
 
 def is_relative_jump(insn: X86Insn) -> bool:
-    """Return True if an instruction is a relative jump, by its opcode.
+    """Return True if the opcode of an instruction is that of a relative jump.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1).
     """

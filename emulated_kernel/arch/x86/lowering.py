@@ -160,9 +160,9 @@ def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
 def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_flags: bool) -> tuple[int, ...]:
     """Return the registers that a program may use, cheapest first.
 
-    The cheapest are dead registers that the program doesn't read. Saving the flags needs ax. If ax is live or
-    read, it is pushed and then free for use. Otherwise the flags stay in ax as long as no op needs ax.
-    `saves_flags`: the program overwrites live flags.
+    Dead registers that the program doesn't read are cheap. `saves_flags`: the program overwrites live flags,
+    which are saved through ax. If ax is then live or read, it is pushed anyway, and comes first. Otherwise
+    the flags stay in ax as long as no op needs ax.
     """
 
     def of(number: int) -> int:

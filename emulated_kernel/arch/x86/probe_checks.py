@@ -291,8 +291,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
     def has_jump_table(self, symbol: Symbol) -> bool:
         """Return True if an indirect jump of the function may use a jump table; see ProbeChecker.
 
-        The result is True if the function has an indirect jump, and data has a pointer into the function's
-        body.
+        The function must have an indirect jump, and data must contain a pointer into the function's body.
         """
         facts = self._function(symbol).analysis.flow.facts.values()
         if not any(fact.branch is ControlTransfer.INDIRECT_JUMP for fact in facts):

@@ -101,8 +101,8 @@ def _short_branches(addr: int, code: bytes, first: int, last: int) -> Iterator[R
 def _relative(addr: int, code: bytes, pattern: re.Pattern[bytes], opcode: int) -> Iterator[Reference]:
     """Yield (target, source) for each instruction in `code` whose opcode `pattern` finds.
 
-    `addr`: address of the start of `code`. `opcode`: size in bytes of the opcode; a displacement of four
-    bytes follows it.
+    `addr`: address of the start of `code`. `opcode`: size of the opcode in bytes, which a displacement of
+    four bytes must follow.
     """
     displacement_at = _DISPLACEMENT.unpack_from
     behind = addr + opcode + _DISPLACEMENT_SIZE

@@ -175,7 +175,10 @@ class BuiltinKernel(TaskStacks):
         return int(self._current[0])
 
     def set_mailbox(self, task: int) -> None:
-        """Write `task` to the mailbox of the current CPU, so that the next Vector.WAKE wakes this task."""
+        """Write the address `task` of a task_struct to the mailbox of the current CPU.
+
+        The next Vector.WAKE on this CPU wakes the task.
+        """
         self._mailbox[0] = task
 
     def new_exits(self) -> list[int]:

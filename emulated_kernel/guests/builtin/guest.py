@@ -41,7 +41,7 @@ class Guest:
         self._memory = machine.memory
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
-        """Name of a function -> minimum number of its arguments, for functions whose arguments are known."""
+        """Name of a function -> minimum number of its arguments; without functions where it is unknown."""
         self.runner = runner
         kernel.damage.tell = runner.note
         self.processes = processes
@@ -59,7 +59,7 @@ class Guest:
         The code that builds the kernel's probe engine replaces this default.
         """
         self.watched = WatchedCalls(machine.text, image)
-        """The kinds of system calls that a probe or tracer could notice."""
+        """Finds the kinds of system calls that a probe or tracer could notice."""
 
     def is_watched(self, kind: int) -> bool:
         """Return True if a probe or tracer could notice a client's system call of the kind `kind`.
@@ -178,8 +178,8 @@ class Guest:
     def enter(self, task: GuestTask) -> None:
         """Make `task` the guest's current task.
 
-        If another task is current, make `task` call getpid(2): the guest switches to a task only for a system
-        call. If the guest is dead, do nothing.
+        A guest switches to a task only for a system call. So if another task is current, make `task` call
+        getpid(2). If the guest is dead, do nothing.
         """
         if not self.is_dead and self.runner.at_hand is not task:
             self.syscalls.call(task, "getpid")

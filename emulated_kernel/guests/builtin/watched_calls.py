@@ -30,10 +30,10 @@ class WatchedCalls:
         self._words = self._ledger.words
         self._kernels_count = text.count
         self._found = 0, 0
-        """(the ledger's number of text changes at the last search, kinds of calls that the search found).
+        """Result of the last search: (text changes counted until then, mask of the calls that it found).
 
-        The search finds the kinds of calls that can execute patched text. Both items are in one tuple,
-        because threads without the lock replace them.
+        The mask has the kinds of calls that can execute patched text. Both items are in one tuple, so that a
+        thread without the lock replaces both at once.
         """
         self.before_more: list[Callable[[bool], object]] = []
         """Functions to call before patched text can be executed by more kinds of system calls.
@@ -44,7 +44,10 @@ class WatchedCalls:
         text.before_change = self._before_change
 
     def include(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a system call of the kind `kind`, a bit of Calls."""
+        """Return True if a probe or tracer could notice a system call of the kind `kind`, a bit of Calls.
+
+        If no text is patched, return False. Otherwise, if a module is loaded, return True for all kinds.
+        """
         if not self._words:
             return False
         return self._text.count != self._kernels_count or bool(self._patched() & kind)

@@ -16,13 +16,17 @@ LOOK = 0.25
 
 
 class CallTime:
-    """Measures the CPU time of the calling thread since a call has begun.
+    """Limits the CPU time that the calling thread uses for one call of a guest.
 
-    The CPU time is read only if LOOK seconds have passed, because reading it is a system call of the host.
+    The CPU time is read at most once in LOOK seconds of real time, because reading it is a system call of the
+    host.
     """
 
     def __init__(self, handlers: HandlerTime, limit: float) -> None:
-        """Begin to measure the first call; `limit`: maximum CPU seconds of a call."""
+        """Begin to measure the first call.
+
+        `handlers`: the CPU time of probe handlers; see MAX_CALL. `limit`: maximum CPU seconds of a call.
+        """
         self._handlers = handlers
         self.limit = limit
         self.begin()

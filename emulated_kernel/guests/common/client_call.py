@@ -128,7 +128,7 @@ class ClientCall:
     data: Mapping[int, bytes]
     """Index of an argument -> the path or string without its NUL, or the bytes of the structure."""
     is_hidden: bool = False
-    """Whether the process's memory could not be read in time, so that `data` lacks the paths of the call."""
+    """Whether the process's memory could not be read in time. If so, `data` lacks the paths of the call."""
 
     @property
     def fd(self) -> int | None:
@@ -156,8 +156,8 @@ class ClientCall:
 
         FUSE forwards the access mode, O_APPEND and O_TRUNC, so these flags must be the same in the call and
         in `flags`. O_TRUNC may differ if the call creates the file. In that case the call's path and `path`
-        must have the same last name. The flags differ if a file system above the mount opens a file for its
-        own use, as overlayfs does for a copy.
+        must have the same last name. A file system above the mount, such as overlayfs, opens files for its
+        own use with other flags; then the result is False.
         """
         decisive = os.O_ACCMODE | os.O_APPEND
         # A new file needs no O_TRUNC, and the host's kernel drops it next to O_EXCL.
@@ -178,7 +178,7 @@ class ClientCall:
     def names(self, count: int) -> bool:
         """Return True if the call names exactly `count` files by paths that are not empty.
 
-        If the paths could not be read, count the call's path arguments.
+        If the paths could not be read, each path argument counts as such a path.
         """
         if self.is_hidden:
             return ARGUMENTS[self.name].count("p") == count

@@ -16,7 +16,7 @@ class ClientFacts:
     next_fd: int | None = None
     """Descriptor that the open(2) in `call` will return; None if it is unknown."""
     comm: str = ""
-    """Name that the process had when `program` was read."""
+    """Name that the process had when `program` was read; "" if `program` was not needed."""
     program: str | None = None
     """Path of the program whose execve gave the process its name; None if it is unknown or was not needed."""
 

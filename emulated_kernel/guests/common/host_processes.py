@@ -193,7 +193,7 @@ class HostProcesses(ProcessWatch):
         self._lost: list[int] = []
         self._fork_events = _fork_events() if sees_forks else None
         self._relies_on_events = self._fork_events is not None
-        """Whether the host's kernel reports all events, so that no event means no change."""
+        """Whether the host's kernel reports all events. If it does, no event means no change."""
         if self._fork_events is not None:
             self._epoll.register(self._fork_events.fileno(), select.EPOLLIN)
         self._next_check = 0.0
@@ -238,9 +238,10 @@ class HostProcesses(ProcessWatch):
         return bool(named)
 
     def _check(self, *, had_events: bool) -> None:
-        """Decide, after a look that found new pids, whether to rely on events or to read /proc at each look.
+        """After a look that found new pids, stop relying on events if none came in several such looks.
 
-        `had_events`: events have arrived since the previous look.
+        From then on, each look reads /proc. `had_events`: whether events have arrived since the previous
+        look.
         """
         self._looks_without_event = 0 if had_events else self._looks_without_event + 1
         if self._looks_without_event >= _MAX_LOOKS_WITHOUT_EVENT:
@@ -305,7 +306,7 @@ class HostProcesses(ProcessWatch):
 
         The parent can be inferred if exactly one process in `found` has ended with an unknown parent, and
         exactly one client has waited for a new child. `is_all`: `found` has all processes that were forked
-        since the last look.
+        since the last look; if it is False, nothing is inferred.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]

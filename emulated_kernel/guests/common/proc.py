@@ -30,7 +30,7 @@ _STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 def has_signal(thread: int) -> bool:
     """Return True if a host thread that waits in a system call must end the call to handle a signal.
 
-    Signals that are blocked or only stop the process do not count. A stop by a tracer does not count either.
+    Blocked signals do not count, nor do signals that only stop the process, nor a stop by a tracer.
     """
     status = fields(read(f"/proc/{thread}/status") or "")
     own, shared, blocked = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
@@ -38,6 +38,6 @@ def has_signal(thread: int) -> bool:
 
 
 def is_dying(thread: int) -> bool:
-    """Return True if SIGKILL is pending for a host thread, so that it only waits for its request to end."""
+    """Return True if SIGKILL is pending for a host thread. Then it only waits for its request to end."""
     pending = fields(read(f"/proc/{thread}/status") or "").get("SigPnd", "0")
     return bool(int(pending, 16) >> signal.SIGKILL - 1 & 1)

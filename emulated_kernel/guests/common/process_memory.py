@@ -22,7 +22,7 @@ from emulated_kernel.util.host_tasks import BUSY_INTERVAL, is_runnable
 log = logging.getLogger("kprobefs.clients")
 
 PATIENCE = 0.005
-"""Seconds after which another thread serves requests in place of the reader; see ProcessMemory.waiting."""
+"""Seconds of a read after which another thread begins to serve requests; see ProcessMemory.waiting."""
 TIMEOUT = 0.1
 """Seconds after which a read by a helper that sleeps is given up."""
 BUSY_TIMEOUT = 5.0
@@ -183,8 +183,8 @@ class _Helper:
     def _answers_by(self, deadline: float) -> bool:
         """Wait until the process has written something or has ended, and return True.
 
-        Return False if the process sleeps at the monotonic time `deadline`. If it runs then, wait
-        BUSY_TIMEOUT seconds longer before returning False.
+        If this takes until the monotonic time `deadline`, return False if the process sleeps. If it is
+        runnable, wait up to BUSY_TIMEOUT seconds longer, as long as it stays runnable.
         """
         limit = deadline + BUSY_TIMEOUT
         while not self._answers_within(deadline - monotonic()):

@@ -21,8 +21,9 @@ The whole length of such a pause is added to the count of jiffies.
 class RequestClock:
     """Counts the jiffies that decide when delayed work is due.
 
-    A virtual clock hardly advances between two commands of a shell. With such a clock each request counts as
-    one jiffy, so every run of a script counts the same number. Pauses between requests count at full length.
+    A virtual clock hardly advances between two commands of a shell. With such a clock each request adds one
+    jiffy, so a script without pauses counts the same number in every run. A pause of at least PAUSE seconds
+    before a request adds its whole length, unless `pauses` is False or the request comes from the Python API.
     """
 
     def __init__(

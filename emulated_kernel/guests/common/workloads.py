@@ -74,10 +74,10 @@ class WorkloadHost(Protocol):
         """Return a workload of the kind `kind`. Its task gets the pid `pid`, which no host process has."""
 
     def slice_begins(self) -> None:
-        """Prepare the guest for the calls of a slice; do the work that precedes a client's request."""
+        """Prepare the guest for the calls of a slice, as at the beginning of a client's request."""
 
     def slice_ends(self) -> None:
-        """Finish a slice; do the work that follows a client's request."""
+        """Finish a slice, as at the end of a client's request."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RunningWorkload:
     state: str = "running"
     """State of the workload: "running", or after its end "done", "stopped" or "failed"."""
     reason: str = ""
-    """Error message of the latest failed round."""
+    """Error message of the latest failed round; "" if no round has failed."""
     ended: threading.Event = field(default_factory=threading.Event)
     in_succession: int = 0
     """Number of successive failed rounds."""

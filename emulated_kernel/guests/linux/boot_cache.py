@@ -90,11 +90,11 @@ def started(source: str, seed: int, cpu: ProductionCpu | None = None) -> LinuxTa
 def started_with_kernel(
     source: str, seed: int, cpu: ProductionCpu | None = None
 ) -> tuple[LinuxTasks, LinuxKernel]:
-    """Start a kernel as started() does, and return its tasks and tables.
+    """Start a kernel as started() does, and return its tasks and a LinuxKernel with its tables.
 
-    The tables have the text of the booted kernel.
+    The text in the LinuxKernel is that of the booted kernel. The parameters are those of ensure_cached().
 
-    The parameters are those of ensure_cached(). Raises: as ensure_cached().
+    Raises: as ensure_cached().
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)

@@ -70,7 +70,7 @@ class GuestAbi:
     host_code: int
     """Address at which the host maps its own code and data; Linux leaves the 2 MiB from there on unused."""
     is_word_hashed: bool
-    """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS), or by bytes."""
+    """Whether names of files are hashed by words (CONFIG_DCACHE_WORD_ACCESS); if False, by bytes."""
     executed: tuple[bytes, ...] = ()
     """Patterns of kernel instructions that the host executes in place of the CPU; empty if there are none.
 

@@ -244,7 +244,7 @@ class Btf:
         return offset, member
 
     def length(self, path: str) -> int:
-        """Return the number of elements of the array member `path`."""
+        """Return the number of elements of the array member `path`. Raises: KernelError ENOENT (no array)."""
         array_type = self.type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")

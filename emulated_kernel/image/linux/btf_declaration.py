@@ -24,7 +24,7 @@ class Parameter:
     size: int
     """Size of the type in bytes."""
     fetch_type: str
-    """Type with which a fetch argument shows the parameter, such as `s32`; "" for a structure."""
+    """Type with which a fetch argument shows the parameter, such as `s32`; "" if none fits (structures)."""
     is_string: bool
     """Whether the parameter is a pointer to constant characters, which usually end with a zero byte."""
     type_id: int = 0
@@ -99,8 +99,7 @@ def type_kind(btf: Btf, number: int) -> str:
 
     Typedefs and qualifiers are left out, and an integer type is named by its sign and width, such as `u32`.
 
-    `char` has a separate text, because it is signed in the BTF of Linux before 6.2, and unsigned in later
-    BTF.
+    `char` keeps its name, because it is signed in the BTF of Linux before 6.2, and unsigned in later BTF.
     """
     stars = ""
     for _ in range(_MAX_TYPES):

@@ -38,7 +38,7 @@ _TAG_OF = {
 _UNWRITTEN = frozenset((Kind.VOID, Kind.FUNC, Kind.VAR, Kind.DATASEC, Kind.DECL_TAG))
 _DEPTH = 64
 _UNKNOWN = bytes(4)
-"""A reference to a type, until finish() writes the type's offset."""
+"""Placeholder of a reference to a type; finish() replaces it by the offset of the type's entry."""
 Attribute = tuple[int, int, int | str | None]
 """Name, form and value of an attribute. The value of a reference is the id of a type."""
 

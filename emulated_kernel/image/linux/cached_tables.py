@@ -93,7 +93,7 @@ The pages of such a long read are rarely needed again soon.
 class CachedKernelTables(LinuxKernel):
     """A kernel restored from the result of cached_parts(). The tables are neither copied nor decoded again.
 
-    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (parts that don't fit).
+    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError (the parts are damaged or incomplete).
     """
 
     def __init__(self, parts: Mapping[str, memoryview]) -> None:
@@ -148,7 +148,10 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return a table decoded from JSON. Raises: KernelError (the kernel's table could not be read)."""
+        """Return a table of the kernel, decoded from JSON.
+
+        Raises: KernelError (the table could not be read when the parts were made).
+        """
         if table in self._unreadable:
             raise KernelError(*self._unreadable[table])
         return json.loads(bytes(self._definitions[table]))

@@ -59,7 +59,7 @@ class PackageTar:
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
         """Open the archive between the offsets `start` and `end` of the file `package`.
 
-        `is_packed`: the archive is compressed.
+        `is_packed`: whether the archive is compressed. Otherwise it is a plain tar.
         """
         self._package = package
         self._start = start

@@ -187,7 +187,7 @@ def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
 
 
 def _before_zeros(words: memoryview) -> Iterator[int]:
-    """Yield the even indices of `words` after which a zero word follows, in descending order."""
+    """Yield the even indices of `words` whose next word is zero, in descending order."""
     following = words[1::2].tobytes()
     at = len(following)
     while (at := following.rfind(bytes(4), 0, at)) >= 0:

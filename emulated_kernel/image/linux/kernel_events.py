@@ -166,7 +166,8 @@ def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bo
 def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
     """Return the name of the event whose struct trace_event_call is at `address`.
 
-    `is_tracepoint`: the event belongs to a tracepoint, whose name is the event's.
+    `is_tracepoint`: the event has a tracepoint, whose name is also the event's. Otherwise the name is in the
+    struct trace_event_call.
     Mirrors: include/linux/trace_events.h:trace_event_name (v6.1).
     """
     if is_tracepoint:

@@ -158,7 +158,12 @@ class _Linker:
         raise unusable(f"it writes outside of its sections, at {address:#x}")
 
     def relocate(self, resolve: Callable[[str], int | None]) -> None:
-        """Apply the relocations; `resolve` returns a symbol's address, or None if the kernel lacks it."""
+        """Apply the relocations; `resolve` returns a symbol's address, or None if the kernel lacks it.
+
+        A weak symbol that the kernel lacks counts as 0.
+        Raises: KernelError ENOEXEC (the kernel lacks any other symbol, or a relocation is damaged or
+        unknown).
+        """
         symbols = self._elf.symbols
         for name, section in self._elf.sections.items():
             target = self._elf.sections.get(name.removeprefix(".rela"))
@@ -267,7 +272,8 @@ class _Linker:
 def _belongs(section: SectionHeader, is_text: bool, is_init: bool) -> bool:
     """Return True if a section is loaded into the memory area that `is_text` and `is_init` select.
 
-    `is_text`: the area is for text, not for data. `is_init`: the area is for init functions and their data.
+    `is_text`: whether the area is for text; otherwise it is for data. `is_init`: whether the area is for init
+    functions and their data; otherwise it is for all other contents of the module.
     """
     if not section.flags & SHF_ALLOC or not section.size:
         return False

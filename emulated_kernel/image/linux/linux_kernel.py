@@ -110,7 +110,7 @@ _OPTIONS = {
 }  # fmt: skip
 """Symbol -> build option without which a kernel does not have the symbol."""
 _BTF_MAGIC_SIZE = 2
-"""Size in bytes of the magic number at the start of BTF. If it is 0, objcopy(1) has removed the BTF."""
+"""Size in bytes of BTF's magic number. If the number is 0, objcopy(1) has removed the BTF."""
 _LAST = "_end"
 """Symbol of the end of a kernel.
 
@@ -336,7 +336,7 @@ class LinuxKernel:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether the kernel was built with CONFIG_PREEMPTION, so that kernel code can be preempted."""
+        """Whether the kernel was built with CONFIG_PREEMPTION, and kernel code can therefore be preempted."""
         return self.kallsyms.lookup_name("preempt_schedule") is not None
 
     def per_cpu(self, name: str) -> int | None:
@@ -371,7 +371,10 @@ class LinuxKernel:
     # Memory
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return `size` bytes at `va` as they were linked, without the patches that boot applies."""
+        """Return `size` bytes at `va` as they were linked, without the patches that boot applies.
+
+        Raises: KernelError ENOEXEC (no segment contains the bytes).
+        """
         return self.vmlinux.read(va, size)
 
     @property

@@ -82,7 +82,8 @@ def is_linux(path: Path) -> bool:
     """Return True if a file seems to be a distribution's kernel, and not an image built from image/src.
 
     An image built from image/src is an ELF file, so any other file counts as a distribution's kernel. Only
-    headers and symbol names are examined; other errors are found when the kernel is loaded.
+    headers and symbol names are examined. Return False for a damaged ELF file; the error is reported when the
+    file is loaded.
     Raises: OSError.
     """
     with open_regular(path) as file:

@@ -19,8 +19,8 @@ def unusable(message: str) -> UnusableFile:
 def unmapped(va: int) -> str:
     """Return an error text about a kernel's pointer to `va`, which is not in the kernel's memory.
 
-    The text contains `va` only if it is canonical. Any other value comes from damage or is poison of freed
-    memory.
+    The text contains `va` only if `va` is a canonical address. Any other value comes from damage or is poison
+    of freed memory.
     """
     if va >> 47 in (0, _UPPER_HALF):
         return f"{va:#x} is not in its memory"

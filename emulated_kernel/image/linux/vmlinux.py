@@ -105,7 +105,7 @@ class LinkedMemory:
         return bytes(self.view(va, size))
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
-        """Return the zero-terminated string at the address `va`, of at most `limit` bytes.
+        """Return the string at the address `va` without its zero byte, cut after `limit` bytes.
 
         Raises: KernelError ENOEXEC (the address is not in the file data of a segment).
         """

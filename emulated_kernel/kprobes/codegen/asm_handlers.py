@@ -168,7 +168,7 @@ class AssembledHandlers:
         self._cells._detach()
 
     def free(self) -> None:
-        """Free the guest memory of the cells and of the count of faults. No CPU may run the handlers then."""
+        """Free the guest memory of the cells and of the count of faults. No CPU may be in the handlers."""
         self._records.free_percpu(self._faults)
 
 

@@ -85,7 +85,7 @@ class Compiler:
         self._verdict = verdict
         self._sampled = frozenset(arch.pt_regs).intersection(machine.regs.snapshot()._fields)
         self.saves_all = profile.saving is RegisterSaving.ALL
-        """Whether handlers save every register."""
+        """Whether handlers save all registers, instead of only the live ones that they change."""
         self.enabled = profile.compiled
         """Whether the compiler compiles new code. Existing code stays until it is dropped."""
         self.made = 0
@@ -110,7 +110,7 @@ class Compiler:
         self._last_warning = ""
 
     def contains(self, address: int) -> bool:
-        """Return True if an address lies in a handler, where a record may be half written."""
+        """Return True if `address` is in a compiled handler; a CPU there may have written half a record."""
         return self._text.is_generated(address) and any(code.contains(address) for code in self.codes)
 
     def keep_sample(self, head: AggrKprobe, regs: Any) -> None:
@@ -169,9 +169,10 @@ class Compiler:
 
         `target`: address at which the guest continues after the handler; None if the instruction is emulated.
         If no jump reaches the target, a breakpoint leads there.
-        `region`: an emulated instruction, or None. If its relocated form can be compiled, the form follows
-        the handler. Without a target and a relocated form, and in cases that the form leaves to Python, the
-        guest reaches a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint.
+        `region`: the emulated instruction, or None. If its relocated form can be compiled, the form follows
+        the handler and does the work of the instruction. If Python must do this work, always or in cases that
+        the form leaves to Python, the guest reaches a breakpoint at `CompiledCode.tail`. The caller sets the
+        handler of this breakpoint.
         """
         arch = self._arch
         ends: list[StubEnd] = []
@@ -363,9 +364,10 @@ class Compiler:
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """Compile a return trampoline that looks for compiled handlers, and traps to Python if it finds none.
 
-        `own` is the address that hooked functions return to. If it is None, they return to the trampoline
-        itself. Return the code, and the address at which handlers that use the trampoline's frame continue.
-        The address is None if the trampoline has no frame. If there is no room for the code, return None.
+        Return the code, and the address to which each compiled handler jumps at its end. This address is None
+        if each handler itself returns to the caller of the hooked function. Return None if there is no room
+        for the code.
+        `own`: address that hooked functions return to; None: they return to the new trampoline itself.
         """
         program = builder.program()
         saves_all = self.saves_all

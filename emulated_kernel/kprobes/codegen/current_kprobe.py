@@ -52,9 +52,10 @@ class CurrentKprobe:
         self.words = [cell.cast("Q") for cell in self._records.cells(self._offset, CELL_UNIT)]
 
     def emit_check(self, builder: ProgramBuilder, miss: Callable[[], object], done: Label) -> bool:
-        """Emit code that calls `miss` in the host and goes to `done` if the CPU is within a hit.
+        """Emit code that, if the CPU is within a hit, calls `miss` in the host and then goes to `done`.
 
-        Return False if there is no memory for the variable, so that Python must handle the hits.
+        Return False, with nothing emitted, if there is no memory for the variable. Then Python must handle
+        the hits.
         """
         if self._offset is None:
             return False

@@ -38,14 +38,17 @@ class DeferredFree:
     def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
         """Call `free` once `span` is quiescent.
 
-        `leads_on`: whether code in `span` may jump to another piece. While such a span is not quiescent, no
-        piece is freed.
+        `leads_on`: whether code in `span` may jump to other pieces. If so, no piece is freed while `span` is
+        not quiescent.
         """
         self._pieces.append(_DeferredPiece(span, free, leads_on))
         self.work.schedule(COLLECT_DELAY)
 
     def collect(self) -> bool:
-        """Free all quiescent pieces; return False if any piece is left."""
+        """Free the quiescent pieces; return False if any piece is left.
+
+        If a piece that was added with `leads_on` is not quiescent, free no piece.
+        """
         occupied = set(self._scheduler.in_use_ranges(self.spans)) if self._pieces else set()
         stuck = [piece for piece in self._pieces if piece.span in occupied]
         if any(piece.leads_on for piece in stuck):

@@ -22,7 +22,7 @@ class CompiledCode:
     traps: tuple[int, ...] = field(metadata=ADDRESS)
     """Addresses of the breakpoints that call the host."""
     accesses: tuple[int, ...] = field(metadata=ADDRESS)
-    """Addresses of the instructions that have a fixup, at which the CPU continues after a fault."""
+    """Addresses of the instructions that may fault; after a fault, the CPU continues at their fixup."""
     copied: int = field(default=0, metadata=ADDRESS)
     """Address of the code after the handler: copied instructions, a relocated form, or a jump.
 
@@ -61,8 +61,8 @@ def breakpoint_kind(
 ) -> BreakpointKind:
     """Return how the instruction `prepared` is executed at a hit by its breakpoint.
 
-    Linux: a probe stays boosted, so that a post_handler added later never runs. Deviates: such a
-    post_handler runs.
+    Linux: a boosted probe stays boosted when a post_handler is added later, and this post_handler never runs.
+    Deviates: it runs, because with `has_post_handler` the result is never BOOSTED.
     Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep (v6.1).
     """
     if prepared.emulate is not None:
@@ -85,12 +85,12 @@ class OutOfLine:
 
     @property
     def entry(self) -> int | None:
-        """Address at which guest code continues to run the copy; None for an emulated instruction."""
+        """Address to which guest code jumps to run the copy; None for an emulated instruction."""
         return self.slot if self.slot is None or self.boosted else self.slot - self.lead
 
     @property
     def step_end(self) -> int | None:
-        """Address after the copy, at which there is the jump back or the breakpoint that ends the step."""
+        """Address of the jump back or the breakpoint after the copy; None for an emulated instruction."""
         return None if self.slot is None else self.slot + self.prepared.length
 
 

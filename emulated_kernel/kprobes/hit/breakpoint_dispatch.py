@@ -125,7 +125,8 @@ class BreakpointDispatch:
     def _leads_to(self, head: AggrKprobe) -> int | None:
         """Return the address at which a breakpoint hit continues after its handlers.
 
-        Return None if the instruction is emulated, by Python or by its relocated form at the end of the stub.
+        Return None if the probe is not optimized and its instruction is emulated. Then Python, or code at the
+        end of the stub, does the work of the instruction.
         """
         if head.is_optimized:
             assert head.detour is not None

@@ -37,7 +37,7 @@ class KprobeCtlblk:
     by_breakpoint: bool = False
     """Whether the hit of `running` came by a breakpoint, whose exception Linux counts as an NMI."""
     in_ops_list: bool = False
-    """Whether several users of one fentry site are being called.
+    """Whether several users (FtraceOps) of one fentry site are being called.
 
     Linux disables preemption during these calls.
     """

@@ -39,7 +39,7 @@ class EntryCode(Generic[KindT]):
 
     @property
     def may_make(self) -> bool:
-        """Whether make() may be called now, and has to run for the current settings."""
+        """Whether make() has to run for the current settings, and may run now."""
         return not self.is_settled and self._split_jumps.may_patch()
 
     def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:
@@ -68,7 +68,7 @@ class EntryCode(Generic[KindT]):
         by_kind: ByKind[KindT],
         emit: Callable[[ProgramBuilder, KindT], object],
     ) -> bool:
-        """Compile guest code for the functions that have `sites`; the sites call the code from now on.
+        """Compile guest code for the functions with the fentry sites `sites`, which call it from now on.
 
         `by_kind`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
         the code, Python continues to handle the calls, and the result is False.

@@ -89,14 +89,14 @@ class FtraceSites:
         """Number of calls, made by fentry sites, that Python has handled."""
         self._ops = FtraceOpsList()
         self._leaving: dict[FtraceOps, set[int]] = {}
-        """User -> sites that the user has left, but that are still calls. The user still gets these calls."""
+        """User -> sites that it has left, but whose text is still a call. The user still gets these calls."""
         self._lists: dict[tuple[FtraceOps, ...], Called] = {}
         """Users, newest first -> handler of the sites with these users. A change of users empties the map."""
         self._of_kprobes = tuple(
             FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
             for modifies in (False, True)
         )
-        """Two users: one for all probes without a post_handler, and one for all probes with a post_handler.
+        """The FtraceOps of all kprobes: first that of those without a post_handler, then that of others.
 
         Each of the two takes its place in the order of calls when its first probe is armed.
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
@@ -392,7 +392,7 @@ class FtraceSites:
 
     @property
     def has_tracers(self) -> bool:
-        """Whether any site has a user that does not serve kprobes, such as a tracer."""
+        """Whether any site has a user (FtraceOps) that does not serve kprobes, such as a tracer's."""
         for ops in self._ops:  # noqa: SIM110 - a generator would cost more calls
             if ops not in self._of_kprobes:
                 return True
@@ -400,7 +400,7 @@ class FtraceSites:
 
     @property
     def is_used(self) -> bool:
-        """Whether any site has a user."""
+        """Whether any site has a user (FtraceOps)."""
         return bool(self._ops)
 
     def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
@@ -410,7 +410,7 @@ class FtraceSites:
     def saves_regs(self, site: int) -> bool:
         """Return True if a user of the site needs all registers.
 
-        Also return True if a removed probe needed them and the site has had other users since.
+        The result stays True after a probe that needed them was removed, as long as the site has other users.
         Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves set as long as the site has users.
         """
         return site in self._with_regs

@@ -63,7 +63,10 @@ class HandlerFailures:
                 raise failure
 
     def take(self) -> BaseException | None:
-        """Return the first exception of a handler since the last call of this method; None without one."""
+        """Return the first exception of a handler since the last call of this method, and forget it.
+
+        Return None if no handler has raised an exception since then.
+        """
         failure = self._first
         self._first = None
         return failure

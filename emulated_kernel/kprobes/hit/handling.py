@@ -214,7 +214,7 @@ class HitHandling:
         """Emulate the probed instruction after a hit of which guest code did all other steps.
 
         KprobeCtlblk has no state of such a hit. The guest has already read the memory that the instruction
-        reads, so that the emulation does not fault.
+        reads. So the emulation does not fault.
         """
         emulation = insn.prepared.emulate
         assert emulation is not None
@@ -250,7 +250,10 @@ class HitHandling:
         self._call_post_handler(head, regs)
 
     def _run_post_assembly(self, head: AggrKprobe, regs: Regs) -> bool:
-        """Run the probe's post_code in the guest. Return False if there is no room for its machine code."""
+        """Make the guest run the probe's post_code, and return True.
+
+        Return False if there is no room for the machine code of the post_code.
+        """
         if not self._continues_without_python(head):
             return self._run_asm_handler(head, HandlerPoint.POST, partial(self._call_post_handler, head))
         code = self.compile_post_code(head, regs.ip)
@@ -300,7 +303,8 @@ class HitHandling:
     def on_break(self, regs: Regs) -> None:
         """Call the break_handler of a probe whose pre_handler has left its hit open.
 
-        If no such probe exists, the breakpoint is an error.
+        If the break_handler returns a true value, the probed instruction runs. Otherwise the guest continues
+        at `regs.ip`. If no such probe exists, the breakpoint is an error.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
         """
         head = self.ctlblk.running
@@ -350,7 +354,8 @@ class HitHandling:
         """Return the handler of hits by the jump to the probe's detour.
 
         The handler returns False for a missed hit. The detour buffer restores the registers that handlers
-        change, except ip and sp. No result of a handler can change where the detour continues.
+        change, except ip and sp. The results of the probe's handlers are ignored: the guest always continues
+        in the detour.
         Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1).
         """
         ctlblk = self.ctlblk
@@ -455,9 +460,10 @@ class HitHandling:
     # Faults and interrupts
 
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
-        """Handle an exception in a step or in compiled code; return True if the guest continues at `regs`.
+        """Handle an exception in a step or in compiled code; return True if it is settled.
 
-        If a memory access of compiled code faults, the guest continues at the fixup of the access.
+        True: the guest continues with the registers `regs`. False: the caller must handle the exception. If a
+        memory access of compiled code faults, the guest continues at the fixup of the access.
         A fault in a step is handled by the probe's fault_handler, or reported to the guest at the probed
         address. A fault in the relocated form of an emulated instruction is always reported at the probed
         address.

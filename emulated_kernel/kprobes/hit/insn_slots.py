@@ -41,7 +41,7 @@ class InsnSlots:
 
     @property
     def used(self) -> int:
-        """Number of slots that hold a copy."""
+        """Number of slots in use. Freed slots that wait until no CPU can be in them do not count."""
         return len(self._page_of) - self._garbage
 
     @property
@@ -79,9 +79,10 @@ class InsnSlots:
             self._put_back(slot)
 
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
-        """Free a slot. A `dirty` slot is reused only after no CPU can be in it any more.
+        """Free a slot: at once, or as soon as no CPU can be in it any more.
 
-        `on_free` is called when the slot can be reused.
+        `dirty`: whether a CPU may be in the slot. If not, the slot can be reused at once. `on_free` is called
+        when the slot can be reused.
         Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
         """
         if not dirty:

@@ -15,7 +15,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 class PartialJumpDetector:
     """Finds CPUs that have executed only the first instruction of a jump or call of two instructions.
 
-    On x86 a jump is a single instruction, so that no CPU is ever in the middle of it.
+    On x86 a jump is a single instruction, so no CPU is ever in the middle of it.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class PartialJumpDetector:
     def may_patch(self) -> bool:
         """Return True if a hit may retarget a jump or call.
 
-        No text may be in the middle of a change. No CPU may be in the middle of a jump or call, because a hit
-        can't make another CPU finish the jump or call.
+        Return False if the change of a text is not complete yet. Also return False if a CPU is in the middle
+        of a jump or call, because a hit can't make another CPU finish it.
         """
         if self._poker.is_busy:
             return False
@@ -59,7 +59,7 @@ class PartialJumpDetector:
     def start_again(self, places: Iterable[int]) -> None:
         """Move CPUs from the middle of the jumps or calls at `places` back to their start.
 
-        The CPUs then run the new code, so that a hit can change text at once. The first instruction may be
+        The CPUs then run the new code. So a hit can change the text at once. The first instruction may be
         executed twice, because it only sets a register that no code except the jump or call uses.
         """
         middles = {place + self._first: place for place in places} if self._reach else {}

@@ -21,8 +21,8 @@ class Step:
 class Steps:
     """The copies in insn slots, from the preparation of a probe until its slot is reclaimed.
 
-    If a hit is completely guest code, Python keeps no state of the hit. So a CPU is in a step if and only if
-    its ip is in a copy.
+    If a hit is completely guest code, Python keeps no state of the hit. So only the ip of a CPU, which is in
+    a copy, shows that the CPU is in a step.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     return_code: str | None = None
     """A handler in assembly for exits, which shares `cells` with `code`."""
     is_disabled: bool = False
-    """Whether the fprobe is disabled, so that its handlers are not called; see Kernel.disable_fprobe."""
+    """Whether the fprobe is disabled: its handlers are not called; see Kernel.disable_fprobe()."""
     is_over_fgraph: bool = False
     """Whether enabled_functions shows the fprobe as Linux 7.2 does, where it uses the function graph."""
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
@@ -118,7 +118,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     Each CPU has an unsigned 64-bit number for each variable. The sum is modulo 2**64.
     """
     _assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
-    """The assembled handlers of a registered fprobe, which count the calls whose code faulted."""
+    """The assembled handlers of a registered fprobe. They also count the calls at which they faulted."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
     """Number of missed calls since registration, without those that the current return hook has counted."""
@@ -277,9 +277,10 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Let an fprobe's assembly handlers run at calls that Python handles; if it is disabled, stop that.
+        """Let an fprobe's assembly handlers run at calls that Python handles, unless it is disabled.
 
-        `registered`: the engine's state of the fprobe.
+        If the fprobe is disabled, the handlers do not run any more. `registered`: the engine's state of the
+        fprobe.
         """
         moments = () if fp.is_disabled else handler_texts(fp)
         assert self._kprobes.sites is not None
@@ -365,7 +366,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Return names of registers: those saved for the entry handler, and those for the exit handler."""
+        """Return names of registers: those that the entry handler gets, and those for the exit handler."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
@@ -404,7 +405,7 @@ class Fprobes:
         return registered
 
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Compile the handling of the fprobe's entries; if that is impossible, Python handles them.
+        """Compile guest code that handles the fprobe's entries; if that is impossible, Python handles them.
 
         `registered`: the engine's state of the fprobe, in which the code is stored.
         """

@@ -108,7 +108,7 @@ class HitRing:
     def probe(self, **place: Any) -> Kprobe[Any]:
         """Return a kprobe that records its hits in this ring. The caller registers it.
 
-        `place` are arguments of Kprobe that name the instruction.
+        `place`: arguments of Kprobe that name the instruction, such as `symbol_name`.
         """
         kprobe: Kprobe[Any] = Kprobe(
             pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place
@@ -119,8 +119,9 @@ class HitRing:
     def return_probe(self, **place: Any) -> Kretprobe[Any]:
         """Return a kretprobe that records returns of a function in this ring. The caller registers it.
 
-        `place` are arguments of Kretprobe that name the function. The registers are recorded at the return.
-        If the calling convention leaves some of them undefined at a return, each return traps to Python.
+        `place`: arguments of Kretprobe that name the function, such as `symbol_name`. The registers are
+        recorded at the return. If the calling convention leaves some of them undefined at a return, each
+        return traps to Python.
         """
         rp: Kretprobe[Any] = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
         if self._kept.issuperset(self._registers):

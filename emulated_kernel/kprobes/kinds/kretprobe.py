@@ -105,8 +105,9 @@ class Kretprobe(Kprobe[RegsT]):
 def default_maxactive(cpus: int, *, has_minimum: bool) -> int:
     """Return the maxactive of a return probe that is registered without one.
 
-    The result is the number of CPUs or, with `has_minimum`, twice this number, but at least _MIN_MAXACTIVE.
-    `has_minimum`: the kernel is preemptible, or ProbeRule.MAXACTIVE_TEN is one of its rules.
+    The result is the number of CPUs. If `has_minimum` is True, it is twice this number, or _MIN_MAXACTIVE if
+    that is more.
+    `has_minimum`: whether the kernel is preemptible, or ProbeRule.MAXACTIVE_TEN is one of its rules.
     Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
     """
     return max(_MIN_MAXACTIVE, 2 * cpus) if has_minimum else cpus

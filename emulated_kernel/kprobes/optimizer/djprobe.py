@@ -96,9 +96,9 @@ class Djprobes(Optimizer):
         super().unoptimize(head, force=True)
 
     def free(self, head: AggrKprobe) -> None:
-        """Free the resources of a probe without members.
+        """Free the resources of an AggrKprobe that has no members left.
 
-        If the probe has a detour, this happens at the next commit, because CPUs may be in the detour.
+        If it has a detour, the resources are freed at the next commit, because CPUs may be in the detour.
         """
         if head.detour is not None and head not in self.freeing:
             self.freeing[head] = None
@@ -132,7 +132,8 @@ class Djprobes(Optimizer):
     def _write_if_quiescent(self) -> bool:
         """Write the queued jumps, free unused detours, and return True.
 
-        Return False, with nothing done, if a CPU or task may be in the text or in a detour.
+        Return False, with nothing done, if a CPU or task may be in the text that jumps replace, or in a
+        detour.
         Deviates: the paper doesn't check this, but threads that don't freeze may be there.
         """
         if not self._scheduler.is_quiescent(self._affected()):

@@ -188,7 +188,7 @@ class Optimizer:
                 head.flags |= KprobeFlag.GONE
 
     def free(self, head: AggrKprobe) -> None:
-        """Free all resources of a probe without members. Mirrors: free_aggr_kprobe (v6.1)."""
+        """Free all resources of an AggrKprobe that has no members left. Mirrors: free_aggr_kprobe (v6.1)."""
         self._discard(head)
         self._copies.release(head)
 
@@ -207,7 +207,7 @@ class Optimizer:
         return ""
 
     def is_queued(self, head: AggrKprobe) -> bool:
-        """Return True if the worker still has to process the probe. Mirrors: kprobe_queued (v6.1)."""
+        """Return True if the probe is in one of the optimizer's lists. Mirrors: kprobe_queued (v6.1)."""
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
     def stage_text(self, head: AggrKprobe) -> str:
@@ -272,7 +272,7 @@ class Optimizer:
         self._kick()
 
     def unoptimize(self, head: AggrKprobe, *, force: bool) -> None:
-        """Remove the probe's jump: later by the worker, or at once with `force`.
+        """Remove the probe's jump: at once with `force`, otherwise in the optimizer's next run.
 
         Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
         """
@@ -353,7 +353,7 @@ class Optimizer:
         """Execute the queued requests now. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
 
         Linux: the flush also waits for quiescence. Deviates: the guest doesn't run during the flush. If a CPU
-        or task may be in the text, the requests stay queued.
+        or task may be in the text to be replaced, the requests stay queued.
         """
         if self.optimizing or self.unoptimizing:
             self.work.flush()
@@ -426,7 +426,7 @@ class Optimizer:
                 yield from self._places_of(other)
 
     def _places_of(self, probe: AggrKprobe) -> Iterator[Span]:
-        """Iterate over the address ranges of a probe's executable memory."""
+        """Iterate over the address ranges of a probe's slot, detour and compiled handlers."""
         yield from self._slot_of(probe)
         for code in (probe.detour, probe.stub, probe.compiled):
             if code is not None:
@@ -503,7 +503,7 @@ class Optimizer:
             self._kick()
 
     def _is_written(self, head: AggrKprobe) -> None:
-        """Note that a probe's jump is in the text, so that hits take it from now on."""
+        """Set `is_patched` of a probe whose jump is now in the text, and forget the earlier hits' cost."""
         head.is_patched = True
         head.cost.forget()
 

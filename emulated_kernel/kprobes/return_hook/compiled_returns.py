@@ -76,8 +76,9 @@ class NativeReturns:
     ) -> None:
         """Prepare to emit code.
 
-        `returns_in_turn`: whether calls that share a stack slot may return to the trampoline one after the
-        other, so that only the handler of the oldest call finds the real return address.
+        `returns_in_turn`: calls that share a stack slot may return to the native trampoline one after the
+        other. Then only the handler of the oldest call finds the real return address. If False, a call whose
+        slot already has a trampoline's address returns to the trampoline for Python.
         """
         self._stack = stack
         self._code = code
@@ -104,7 +105,7 @@ class NativeReturns:
 
         `way`: how the function's entry reaches the code. The code fills the call's data with zeros. If
         `keeps_called` is True, it stores the function's address in the data; then `way` must be
-        EntryKind.CALL. Return False, and emit nothing, if there is no trampoline yet.
+        EntryKind.CALL. If there is no trampoline yet, emit nothing and return False; otherwise return True.
         """
         if not self._trampoline.address:
             return False
@@ -203,7 +204,10 @@ class NativeReturns:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
 
     def _emit_assembly(self, builder: ProgramBuilder, hook: ReturnHook) -> bool:
-        """Emit the assembly handlers of a hook; return False if they read registers that are not saved."""
+        """Emit the assembly handlers of a hook, and return True, also if there are none.
+
+        If the handlers read registers that are not saved, emit nothing and return False.
+        """
         assembled = hook.assembled
         if assembled is not None:
             if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(HandlerPoint.RETURN))):
@@ -259,5 +263,8 @@ class NativeReturns:
 
 
 def _signed(address: int) -> int:
-    """Return the low 32 bits of an address as a signed number; sign extension must restore the address."""
+    """Return the low 32 bits of an address as a signed number.
+
+    Precondition: sign extension of this number gives the address.
+    """
     return (address & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)

@@ -93,8 +93,8 @@ class GuestHeap:
     def free(self, address: int) -> None:
         """Free the piece of memory at `address`.
 
-        The heap gets memory from the machine in chunks of pages. If the chunk has no other piece, free the
-        chunk.
+        The heap gets memory from the machine in chunks of pages. If the chunk then has no piece in use, give
+        it back to the machine.
         """
         _, base = self._sizes.pop(address)
         pool = self._chunks[base]
@@ -132,7 +132,7 @@ _FIELDS = "task_struct.rethooks", "task_struct.ret_stack"
 
 
 class TaskFields:
-    """Finds a task's fields `rethooks` and `ret_stack`. If task_struct lacks one, the host stores it.
+    """Finds a task's fields `rethooks` and `ret_stack`. A field that task_struct lacks is in host memory.
 
     If no `running_task` is given and the image's ABI table lacks `percpu.current_task`, all tasks share one
     shadow stack.
@@ -204,6 +204,6 @@ class TaskFields:
         return word
 
     def ended(self, task: int) -> None:
-        """Discard the return-hook fields of a task that has ended."""
+        """Discard the cached views, and the fields in host memory, of a task that has ended."""
         for known in self._known:
             known.pop(task, None)

@@ -26,7 +26,7 @@ COLD_PART = lazy_pattern(f"{_COLD}$")
 
 
 class HookSets(TaskObserver):
-    """The return hooks of kretprobes, and a second set for users that need the function graph's shadow stack.
+    """At most two sets of return hooks: `first`, which kretprobes use, and graph() with a RetStack.
 
     A CPU is not preempted while its guest code holds a shadow stack's lock, because Python cannot wait for
     the lock.
@@ -75,8 +75,8 @@ class HookSets(TaskObserver):
     def real_return_address(self, slot: int, address: int) -> int:
         """Return the address that a stack slot would contain without hooks; `address` is its present content.
 
-        Several functions share a slot if one jumps to the other. Hooks of both sets may then have replaced
-        its content in turn.
+        If a hooked function jumps to another one, both share a slot. Then hooks of both sets may have
+        replaced the slot's content one after the other.
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
         replaced = [(hooks.trampoline.is_one, hooks.replaced(slot)) for hooks in self._sets]
@@ -126,13 +126,13 @@ class HookSets(TaskObserver):
             hooks.look_from(cpu)
 
     def _abandon(self) -> None:
-        """Forget the hits and hooked calls of a guest function that the host called and gave up."""
+        """Forget hits and hooked calls within a guest function that the host called and does not continue."""
         self._hits.ctlblk.abandon()
         for hooks in self._sets:
             hooks.abandon()
 
     def _give_up(self, sp: int) -> None:
-        """Forget the hooked calls of a guest function that a handler of a hit has called and given up.
+        """Forget the hooked calls within a guest function that a handler called and that did not return.
 
         `sp`: stack pointer at the function's entry.
         """
@@ -148,8 +148,9 @@ def return_place_size(arch: Arch, sets: int = 2) -> int:
 def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
     """Return the addresses of functions whose returns cannot be hooked.
 
-    These functions switch stacks, or are cold parts, to which other functions jump. A task that enters a
-    hooked cold part gets a damaged stack. Linux rejects only the functions that switch stacks.
+    Such a function switches stacks, or is a cold part: code to which other functions jump. If a cold part
+    were hooked, the stack of a task that jumps to it would be damaged. Linux rejects only the functions that
+    switch stacks.
     """
     symbols = image.kallsyms
     # A module's function may have the same name.

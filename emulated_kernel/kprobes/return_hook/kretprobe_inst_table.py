@@ -53,7 +53,7 @@ FRAME = 5
 HEADER = 6
 """Number of words in struct kretprobe_instance before the data."""
 LOCK = 3
-"""Index of the word in a hook with the lock of the hook's free list."""
+"""Index, among the words of a hook, of the lock of the hook's free list."""
 
 
 class KretprobeInstTable(RethookListStack):

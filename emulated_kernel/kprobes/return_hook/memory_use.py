@@ -25,11 +25,11 @@ class Footprint:
 
 
 def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
-    """Return the memory use of hooks and of the tasks' arrays on a shadow stack, without a kernel.
+    """Return the memory that a shadow stack of class `kind` takes for hooks and for the tasks' arrays.
 
-    The function creates a shadow stack of class `kind` for `cpus` CPUs and `tasks` tasks, with `probes` hooks
-    of `nodes` nodes each. The control blocks of hooks and the heads of their rings are not counted. Source:
-    "Unifying return hooks" (LPC 2023).
+    No kernel is booted: the function creates a shadow stack for `cpus` CPUs and `tasks` tasks, with `probes`
+    hooks of `nodes` nodes each. The control blocks of hooks and the heads of their rings are not counted.
+    Source: "Unifying return hooks" (LPC 2023).
     """
     source = _Pages()
     fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)

@@ -139,7 +139,7 @@ class ObjpoolStack(RethookListStack):
 
 
 def ring_capacity(nodes: int) -> int:
-    """Return the number of entries of a ring for `nodes` nodes: the next greater power of two."""
+    """Return the number of entries of a ring for `nodes` nodes: the smallest power of two above `nodes`."""
     return 1 << nodes.bit_length()
 
 

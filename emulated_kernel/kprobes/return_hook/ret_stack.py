@@ -148,8 +148,8 @@ class RetStack(ShadowStack):
     def _get(self, hook: int, task: int) -> int:
         """Reserve a node on the task's stack; return its address, or 0 if there is no space or memory.
 
-        Calls that are hooked before the node is pushed get the space above the node. These calls return
-        before the node is pushed.
+        If the task's array has no space, count an overrun. Other calls of the task may be hooked before the
+        node is pushed. They get the space above the node, and return before the push.
         """
         if not self._array(task):
             try:

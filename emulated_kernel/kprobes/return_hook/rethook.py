@@ -44,9 +44,10 @@ class RethookStack(RethookListStack):
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """Return the address of node 0 of `hook`, which does not exist.
+        """Return the address from which the node numbers of `hook` count.
 
-        A node's number is the distance of the node from this address, in words.
+        A node's number is its distance from this address in words. No node has the number 0, which means an
+        empty list.
         """
         return self._blocks[hook] - self.words.word_size
 

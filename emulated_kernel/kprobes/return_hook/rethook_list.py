@@ -106,8 +106,8 @@ class RethookListStack(ShadowStack):
     def high_water(self, hook: int) -> int:
         """Return the highest number of nodes that were in use at the same time.
 
-        The method counts the nodes in which a return address was ever stored. The pool returns the node
-        that was put back last, so it returns a node for the first time only if all earlier nodes are in
+        The method counts the nodes in which a return address was ever stored. The pool hands out the node
+        that was put back last. So a node is used for the first time only when all nodes used before it are in
         use.
         """
         words = self.words

@@ -82,7 +82,7 @@ class ReturnHook(AssemblyOwner):
     missed_at: int = field(default=0, metadata=ADDRESS)
     """Address of a 32-bit number in guest memory to which miss() copies `missed`; 0 if there is none."""
     flushed: int = 0
-    """Number of calls that never returned, because their task ended or their run was given up."""
+    """Number of calls that never returned: their task ended, or the host gave up the code that made them."""
 
     def data_of(self, node: int) -> memoryview:
         return self.stack.data(node, self.data_size)

@@ -213,7 +213,10 @@ class ReturnHooks:
         return None
 
     def _install_traps(self) -> None:
-        """Register handlers of the traps by which guest code calls the host; see kernel/rethook.c."""
+        """Register handlers of the traps by which guest code calls the host.
+
+        See kernel/rethook.c of kprobefs's own kernel. Another kernel has no such traps; then do nothing.
+        """
         abi = self._abi
         breakpoints = self._breakpoints
         if "rethook_flush_trap" not in abi or self._has_traps:
@@ -239,8 +242,8 @@ class ReturnHooks:
         """Replace the return address at the entry of a function by the trampoline: hook this call.
 
         `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
-        hooked; None: every call is hooked. Return True, also if `wants` has returned False. If no node is
-        free, or the return address cannot be replaced, count a missed call and return False.
+        hooked; None: every call is hooked. If no node is free, or the return address cannot be replaced,
+        count a missed call and return False. Otherwise return True, also if `wants` has returned False.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook, kernel/trace/fgraph.c:
         function_graph_enter, which reserves the entry before it calls the entry functions (v6.1).
         """
@@ -315,7 +318,7 @@ class ReturnHooks:
         When the handlers have ended, call `on_return` with the registers. Return False if there are no such
         handlers, or no room for their code; then `on_return` is not called. `frame` is the address of the
         stack slot whose return address was replaced for these calls. `in_frame`: the registers are saved in a
-        struct pt_regs at sp.
+        struct pt_regs at sp; if False, they are the CPU's own.
         """
         if self._has_assembly is None:
             self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
@@ -373,12 +376,12 @@ class ReturnHooks:
         return address
 
     def replaced_by_others(self, hook: ReturnHook) -> int:
-        """Return what hooks without a return probe have replaced in the stack slot of the returning call.
+        """Return what the returning call's stack slot held before hooks without a return probe replaced it.
 
         It is the real return address, or the trampoline's if a return probe hooked the call before them.
 
-        Hooks without a return probe, such as those of fprobes, share one replacement of the address. Return 0
-        if the address is not known. Only a return handler of `hook` may call this method.
+        Hooks without a return probe, such as those of fprobes, replace the address only once for all of them.
+        Return 0 if the address is not known. Only a return handler of `hook` may call this method.
         """
         older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
         for call in older:
@@ -448,7 +451,7 @@ class ReturnHooks:
         self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
-        """Remove the hooked calls of a guest function that the host has called and does not continue."""
+        """Remove the hooked calls within a guest function that the host has called and does not continue."""
         if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         with self._machine.damage.left_out("current task"):
@@ -472,7 +475,10 @@ class ReturnHooks:
             self._drop_until(self._tasks.current(), lambda frame: frame > sp)
 
     def _drop_until(self, task: int, stays: Callable[[int], bool]) -> None:
-        """Remove a task's newest pending calls, and count them as flushed, until `stays(frame)` is true."""
+        """Remove a task's newest pending calls, and count them as flushed, up to the first call that stays.
+
+        `stays(frame)`: returns True if the call whose stack slot is at `frame` stays.
+        """
         for call in list(self.stack.pending(task)):
             if stays(call.frame):
                 break

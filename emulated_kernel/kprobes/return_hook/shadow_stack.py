@@ -153,7 +153,7 @@ class ShadowStack(ABC):
     def put_back(self, hook: int, task: int, node: int) -> None:  # noqa: ARG002 - the pool is global
         """Return `node`, which was taken for a call of `task` but not pushed, to the hook's pool.
 
-        Report the pool if it is damaged.
+        If the pool is damaged, report the damage and raise nothing.
         """
         try:
             self._put_back(hook, node)
@@ -269,7 +269,7 @@ def counter_at(hook: int, counter: int, word_size: int) -> int:
 
 
 def count_instance(counters: memoryview) -> None:
-    """Count one more node in use, in the counters of a hook."""
+    """Add 1 to ACTIVE in a hook's counters, and set HIGH_WATER to ACTIVE if ACTIVE is now greater."""
     count(counters, ACTIVE, 1)
     counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
 

@@ -25,9 +25,10 @@ class RunAsmHandlers(Protocol):
     def __call__(
         self, regs: Any, frame: int, /, *, in_frame: bool, on_return: Callable[[Any], object]
     ) -> bool:
-        """Run the assembly handlers, and call `on_return` when they end. Return False if no handler exists.
+        """Run the assembly handlers, and call `on_return` when they have ended.
 
-        `in_frame`: the registers are saved in a struct pt_regs at sp.
+        Return False, without a call of `on_return`, if there are no handlers or no room for their code.
+        `in_frame`: the registers are saved in a struct pt_regs at sp; if False, they are the CPU's own.
         """
 
 
@@ -114,9 +115,10 @@ class Trampoline:
             notify()
 
     def notify_guest(self) -> None:
-        """Pass the trampoline's address to the guest, whose unwinder then asks the host for the caller.
+        """Store the trampoline's address in the guest's variable host_return_trampoline.
 
-        See kernel/rethook.c.
+        When the guest's unwinder meets this address, it asks the host for the caller. See kernel/rethook.c of
+        kprobefs's own kernel.
         """
         self._is_guest_notified = True
         self._write(self._abi["host_return_trampoline"], self.address)
@@ -128,7 +130,7 @@ class Trampoline:
             self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
-        """Return True if `address` is a trampoline's, which hooks write in place of return addresses."""
+        """Return True if `address` is one that hooks write in place of a return address."""
         return address != 0 and address in (self.address, self.native)
 
     def pieces(self) -> Iterator[tuple[int, range]]:

@@ -109,9 +109,10 @@ class CpuModel(ABC):
 
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
-        """Return the trap for a failed data access of the kernel; `present` means that the page is mapped.
+        """Return the trap for a failed data access of the kernel at the instruction `ip`.
 
-        `write`: the access was a write.
+        `address`: the address that was accessed. `write`: whether the access was a write, not a read.
+        `present`: whether a page is mapped there.
         """
 
     def trap_number(self, trap: Trap) -> int:

@@ -79,7 +79,7 @@ class X86_64Cpu(cpu_x86.X86Cpu):
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
         """Return the trap for a failed data access.
 
-        `write`: the access was a write. `present`: the page is mapped.
+        `write`: whether the access was a write, not a read. `present`: whether the page is mapped.
         Unicorn: a non-canonical address raises #GP for the stack too, whereas a CPU raises #SS.
         """
         if address >> _CANONICAL_BITS not in (0, (1 << 64 - _CANONICAL_BITS) - 1):

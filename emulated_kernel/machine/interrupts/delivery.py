@@ -68,8 +68,8 @@ class Delivery:
     def deliver(self, trap: Trap) -> Trap | None:
         """Deliver an exception to the guest, and return None.
 
-        If the delivery is impossible, return the trap with which the run must end. The trap is `trap` itself
-        or a double fault.
+        If the delivery is impossible, return the trap with which the run must end: `trap` itself if the guest
+        has no handler, otherwise a double fault.
         """
         if not self.possible:
             return trap

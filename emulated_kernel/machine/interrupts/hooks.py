@@ -147,10 +147,10 @@ class TrapHooks:
         self._hooks[kind] = hook
 
     def end_runs_at(self, address: int, vector: int, in_flight: int = 0) -> None:
-        """End each run in which the exception `vector` is raised at `address`, without Python, from now on.
+        """From now on, end a run by the host's routine when exception `vector` is raised at `address`.
 
         Each such end adds 1 to `arrivals`. Python still gets these exceptions if the host has no routine, and
-        while traps are charged. `in_flight`: address of Unicorn's mark of an exception in flight, on x86.
+        while charge() is in effect. `in_flight`: address of Unicorn's mark of an exception in flight, on x86.
         """
         routine = routine_address("arrive")
         if routine is None or not isinstance(self.regs, FastRegs):
@@ -166,10 +166,10 @@ class TrapHooks:
         self._call_natively(HOOK_INTR, routine)
 
     def enter_calls(self, vector: int, entry: KernelEntry) -> None:
-        """Enter the guest's kernel at the exception `vector` of a system call without Python, from now on.
+        """From now on, enter the guest's kernel without Python at exception `vector`, a system call.
 
         The caller must have called end_runs_at(). Python still gets the exception if a check of `entry`
-        fails, if the host has no routine, and while traps are charged.
+        fails, if the host has no routine, and while charge() is in effect.
         """
         routine = routine_address("enter")
         if routine is None or self._arrival is None:
@@ -214,7 +214,7 @@ class TrapHooks:
             _, words.entry_vector = self._entry
 
     def _charge_callback(self) -> None:
-        """Add the time of one trap and of its handler, if traps are charged.
+        """Add the time of one trap and of its handler, if charge() is in effect.
 
         This is for traps that Unicorn reports to Python without the host's routine.
         """
@@ -223,7 +223,7 @@ class TrapHooks:
             ctypes.c_uint64.from_address(words.time).value += words.trap_ns + words.handler_ns
 
     def take_back_charge(self) -> None:
-        """Subtract the time that the current trap has added, if traps are charged.
+        """Subtract the time that the current trap has added, if charge() is in effect.
 
         The host calls this if it executes, for the guest, an instruction that does not trap on a real CPU.
         """

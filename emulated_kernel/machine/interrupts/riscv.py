@@ -47,7 +47,7 @@ _FIRST_INTERRUPT = 32
 def cause_of(vector: int, error_code: int) -> int:
     """Return the value of scause for the exception or interrupt `vector`.
 
-    An exception's `error_code` that isn't 0 is already this value.
+    For an exception, an `error_code` other than 0 is already the value of scause, and is returned.
     """
     if vector < _FIRST_INTERRUPT:
         return error_code or _EXCEPTIONS.get(Vector(vector), vector)

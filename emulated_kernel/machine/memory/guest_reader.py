@@ -52,7 +52,7 @@ class DamageReports:
 
     @contextmanager
     def left_out(self, what: str) -> Iterator[None]:
-        """If the `with` block raises MemoryFault or GuestFault, end the block and report damaged data.
+        """Suppress a MemoryFault or GuestFault of the `with` block, and report damaged data instead.
 
         `what`: name of the data in the report.
         """

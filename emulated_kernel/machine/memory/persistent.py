@@ -20,7 +20,7 @@ class PersistentLayout:
     """
 
     cells_at: tuple[int, ...]
-    """File offset of the cells of each CPU."""
+    """File offset of each CPU's cells, the per-CPU variables of compiled handlers."""
     cells_base: int
     """Offset of the first cell in a per-CPU area."""
     cells_size: int

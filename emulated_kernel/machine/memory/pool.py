@@ -14,8 +14,8 @@ _FIRST_UNITS = 4096
 class UnitPool:
     """Next-fit allocator over [base, base + size) in units of `unit` bytes.
 
-    Next fit reuses freed text as late as possible. `first_fit` takes the lowest free address instead, so that
-    a module that is loaded again gets its old address.
+    Next fit reuses freed text as late as possible. With `first_fit`, the pool takes the lowest free address
+    instead, so that a module that is loaded again gets its old address.
     """
 
     def __init__(self, base: int, size: int, unit: int, *, first_fit: bool = False) -> None:
@@ -34,8 +34,8 @@ class UnitPool:
     def alloc(self, size: int, limit: int | None = None) -> int:
         """Allocate `size` bytes, aligned to the unit, and return their address.
 
-        The address is below `limit` if there is room below it. Raises: HardwareError (no free range is large
-        enough).
+        If `limit` is given and there is room below it, the address is below `limit`. Raises: HardwareError
+        (no free range is large enough).
         """
         count = max(1, -(-size // self.unit))
         # Hazard: the guest names sizes up to 2^64, and the host must not allocate so much for the search.

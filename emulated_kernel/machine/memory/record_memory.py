@@ -17,19 +17,19 @@ from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 CELL_UNIT = 8
-"""Size and alignment unit of cells, in bytes."""
+"""Unit in bytes of the size and alignment of cells, the per-CPU variables of compiled handlers."""
 
 
 def extra_size(layout: MemoryLayout) -> int:
     """Return the size in bytes of the physical memory after RAM that RecordMemory needs.
 
-    The host allocates a page of this memory at the first access.
+    This memory costs little until it is used: the host allocates a page at the first access.
     """
     return layout.record_pages_size
 
 
 class RecordMemory:
-    """Cells in the part of the per-CPU area that the image reserves, and pages in a separate window.
+    """Per-CPU variables (cells) in a reserved part of the per-CPU area, and pages in a separate window.
 
     A cell has the same offset in the area of each CPU. The guest's allocators don't manage this memory.
     """
@@ -79,7 +79,7 @@ class RecordMemory:
         return min((self.pages_size - self.pages_used) // pages, free_cells // cells)
 
     def alloc_percpu(self, size: int) -> int:
-        """Allocate `size` zeroed bytes on each CPU; return their offset.
+        """Allocate `size` zeroed bytes on each CPU; return their offset in the per-CPU areas.
 
         Raises: HardwareError (not enough is left).
         """

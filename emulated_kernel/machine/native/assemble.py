@@ -142,7 +142,10 @@ def _hex(code: bytes) -> str:
 
 
 def main() -> int:
-    """Write routines.py, or with `--check` return 1 if routines.py differs from a fresh assembly."""
+    """Write routines.py, and return 0.
+
+    With `--check`, write nothing; return 1 if routines.py differs from a fresh assembly, else 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare routines.py with a fresh assembly")
     if parser.parse_args().check:

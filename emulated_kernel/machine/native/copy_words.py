@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 LONGEST_COPY = 1 << 20
-"""Maximum number of words that the host's routine for repeated copies copies at once."""
+"""Maximum number of words that the host's routine for the guest's `rep movs` copies at once."""
 
 
 class CopyRange(ctypes.Structure):

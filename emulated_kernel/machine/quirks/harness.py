@@ -64,7 +64,7 @@ class Bench:
         """Unicorn's error code of the last run."""
 
     def put(self, code: bytes) -> None:
-        """Write `code` and a halt to the memory for test code, without dropping translated code."""
+        """Write `code` and a halt to the memory for test code; old translated code stays in the cache."""
         self.memory.ram[self._pa : self._pa + len(code) + len(self.cpu.halt)] = code + self.cpu.halt
 
     def run(self, code: bytes, **registers: int) -> Any:

@@ -18,7 +18,9 @@ _NO_EXIT_REQUEST = 2
 
 
 def find_exit_switch(engine: Engine) -> int | None:
-    """Return the address of the field that disables stops after each memory access; None if it is ambiguous.
+    """Return the address of Unicorn's field that disables stops after each memory access, or None.
+
+    Return None unless exactly one place in Unicorn's handle looks like this field.
 
     Unicorn: a run that is stopped after an access continues at the start of its block and repeats effects. If
     the field is set, Unicorn only stops between blocks, and translated code is shorter. The field is found by

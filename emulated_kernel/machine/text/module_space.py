@@ -65,7 +65,7 @@ class ModuleSpace:
     def place(self, va: int, code: bytes) -> None:
         """Write the text of a module to the allocation at `va`, which must not have text yet.
 
-        The ledger takes this text as original text.
+        The text counts as original text from now on: the ledger of Text records changes of it.
         Raises: KeyError (no text of that size was allocated at `va`, or the text was already written).
         """
         piece = self._pieces[va]

@@ -70,7 +70,7 @@ def shrink_dict(table: dict[int, Any], before: int) -> bool:
 class OriginalBytes(Mapping[int, int]):
     """Address -> original byte, for each address at which the current byte is not the original one.
 
-    The bytes of a word share one entry of the ledger.
+    The original bytes of each aligned word of WORD_SIZE bytes are in one item of `words`.
     """
 
     __slots__ = ("changes", "shared", "words")
@@ -183,7 +183,7 @@ class Text:
         self.ledger = OriginalBytes()
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
-        """Functions to call before the first change of unmodified original text. These may run the guest."""
+        """Functions to call before the first change since all text was original. They may run the guest."""
         self.before_change: Callable[[int, int], object] | None = None
         """Function to call before each poke of original text, with address and size. It may run the guest."""
         self.watcher: TextWatcher | None = None
@@ -391,7 +391,7 @@ class Text:
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Record the pokes in the `with` block, oldest first; yield the list of the records.
+        """Record the pokes in the `with` block; yield the list of the records, oldest first.
 
         This is for a caller that then restores older guest memory.
         Invariant: the caller passes the records to substitute() afterwards, so that ledger and text agree.
@@ -433,7 +433,8 @@ class Text:
     def is_foreign(self, va: int, size: int, code: bytes | None = None) -> bool:
         """Return True if adopted text has changes that Text did not make, such as the guest's own kprobes.
 
-        `code`: the result of original() for the same bytes, if the caller has it.
+        `code`: result of original() for the same bytes; if None, original() is called. Return False if the
+        bytes are not in adopted text.
         """
         at = bisect_right(self._starts, va) - 1
         if at < 0 or va + size > self._originals[at][1]:
@@ -514,7 +515,7 @@ class Text:
     def _announce(self, va: int) -> None:
         """Call all functions in `before_first_change` if `va` is in original text.
 
-        The ledger must be empty.
+        The ledger of changes must be empty.
         """
         if self.is_original(va):
             for callback in self.before_first_change:

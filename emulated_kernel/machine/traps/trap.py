@@ -30,7 +30,7 @@ class Trap:
     address: int
     """Instruction pointer: at a faulting instruction, but after a trapping one (int3, hlt, single step)."""
     vector: int = -1
-    """x86's exception number; -1 if this isn't an exception."""
+    """Number of the exception as on x86; -1 if this isn't an exception."""
     error_code: int = 0
     cr2: int = 0
     """Faulting address of a page fault."""

@@ -199,11 +199,11 @@ class ArrayRings(ABC):
         return self._has_recorded or any(buffer.has_recorded for buffer in self.buffers)
 
     def note_recorded(self) -> None:
-        """Store the value of `has_recorded` before other buffers replace the present ones."""
+        """Store the value of `has_recorded`; call this before other buffers replace the present ones."""
         self._has_recorded = self.has_recorded
 
     def set_tracing_on(self, on: bool) -> None:
-        """Switch recording on or off. Switching it off wakes readers that wait for data.
+        """Switch recording on if `on`, else off. Switching it off wakes readers that wait for data.
 
         Mirrors: kernel/trace/trace.c:tracer_tracing_on, tracer_tracing_off (v6.1).
         """
@@ -242,7 +242,7 @@ class ArrayRings(ABC):
         self.apply_switches()
 
     def apply_switches(self) -> None:
-        """Set `disabled` and `overwrite` of each buffer to the present settings of the trace array."""
+        """Set `disabled` and `overwrite` of each buffer as this trace array's switches require."""
         is_on = self._tracing_on and not self._stopped
         for cpu, buffer in enumerate(self.buffers):
             buffer.disabled = not (is_on and self.cpumask >> cpu & 1)

@@ -124,7 +124,10 @@ class Snapshot:
         array.notify()
 
     def clear(self, cpu: int | None = None) -> None:
-        """Remove the events from the snapshot's buffers: of one CPU, or of all CPUs if `cpu` is None."""
+        """Remove the events from the snapshot's buffers: of one CPU, or of all CPUs if `cpu` is None.
+
+        Do nothing if no snapshot is allocated.
+        """
         if self.is_allocated:
             for buffer in self.buffers if cpu is None else (self.buffers[cpu],):
                 buffer.reset()

@@ -162,7 +162,7 @@ class TraceArray(ArrayRings, Recorder):
     def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
         """Record the call chains of a hit that the options stacktrace and userstacktrace select.
 
-        The option userstacktrace has no effect for a hit in an NMI.
+        `place`: see record_at(). The option userstacktrace has no effect for a hit in an NMI.
         Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1).
         """
         system = self.system
@@ -652,7 +652,7 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers[self.current_tracer].option_changed(name)
 
     def write_tracing_on(self, number: int) -> None:
-        """Execute a write to tracing_on: switch recording off (0) or on.
+        """Execute a write to tracing_on: switch recording off (0) or on (not 0).
 
         If recording was off and is on now, notify the tracer.
 
@@ -745,7 +745,7 @@ class TraceArray(ArrayRings, Recorder):
         self.buffer_percent = percent
 
     def take_over(self, flags: TraceOption) -> None:
-        """Replace this array's options by `flags`, which come from another trace array, and apply them."""
+        """Replace this array's options by `flags`, the options of another trace array, and apply them."""
         self.options.flags = flags
         self._options_changed()
 

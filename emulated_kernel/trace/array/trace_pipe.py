@@ -47,7 +47,7 @@ class PipeReader:
         """Return True if poll(2) reports the pipe as readable.
 
         The pipe of all CPUs is readable if it has an event. The pipe of one CPU also needs buffer_percent of
-        the CPU's buffer to be filled. With option block, every pipe is always readable.
+        the CPU's buffer to be filled. With the trace option `block`, every pipe counts as readable.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1).
         """
         if self._array.options.flags & TraceOption.BLOCK:
@@ -68,9 +68,9 @@ class PipeReader:
         self._changed.wait(timeout)
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once: now if the pipe is ready or closed, else when it becomes so.
+        """Call `notify` once: now if the pipe is ready or closed, else when it gets ready or is closed.
 
-        A `notify` that waits is also called when tracing is switched off.
+        If `notify` has to wait, it is also called when tracing is switched off.
         """
         if self.ready() or self._closed:
             notify()
@@ -126,9 +126,9 @@ class TracePipe(PipeReader):
         """Consume the oldest events and return their text, or b"" at the end of the file.
 
         A read returns at most LineFormatter.limit bytes, in whole lines if `size` is large enough. The next
-        read returns the text that exceeds `size`. The file ends after close(). It also ends if the buffers
-        are empty, tracing is off, and an earlier read has returned events, unless `nonblock` is set.
-        Raises: WouldBlock (there is no event).
+        read returns the text that exceeds `size`. The end is reached after close(). Unless `nonblock` is set,
+        it is also reached if the buffers are empty, tracing is off, and an earlier read has returned events.
+        Raises: WouldBlock (there is no event, and the end is not reached).
         Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1).
         """
         if self._closed:

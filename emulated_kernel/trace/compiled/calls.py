@@ -30,9 +30,9 @@ class SelectedTasks:
 
     @classmethod
     def of(cls, traced: Collection[int], untraced: Collection[int]) -> SelectedTasks | None:
-        """Return the tasks that the pid lists `traced` and `untraced` select; None if they are too long.
+        """Return the tasks that the pid lists `traced` and `untraced` select; None for too many pids.
 
-        Guest code for more than MAX_PIDS pids would be too large.
+        The limit is MAX_PIDS, because guest code for more pids would be too large.
         """
         # The length is checked first, so that lists that are too long are not copied.
         if len(traced) + len(untraced) > MAX_PIDS:

@@ -51,7 +51,7 @@ TEMP = 2
 OTHER = 3
 """Number of the second virtual register for temporary values."""
 POSITION = 4
-"""Number of the virtual register with the address after the strings that were stored so far."""
+"""Number of the virtual register with the address at which the next string of the entry is stored."""
 LIMIT = 5
 """Number of the virtual register with the maximum address that the copy of a string may reach."""
 HIGH = 6
@@ -167,7 +167,8 @@ class FetchEmitter:
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
         """Emit code that loads `size` bytes from VALUE + `offset` into `dst`, or jumps to `fault` at a fault.
 
-        `user`: the address must be in user space. The code may overwrite OTHER, and TEMP if `user` is set.
+        `user`: an address outside of user space is a fault; if `user` is not set, any address is allowed. The
+        code may overwrite OTHER, and TEMP if `user` is set.
         """
         base = VALUE
         if offset and (user or not self._arch.reads_user or not fits_displacement(offset)):
@@ -218,7 +219,7 @@ class FetchEmitter:
     # Stages 3 to 5 for numbers
 
     def numbers(self, arg: ProbeArg, at: int, _too_large: Label) -> None:
-        """Emit code that stores an argument's numbers from BASE + at on; 0 replaces unreadable numbers."""
+        """Emit code that stores an argument's numbers from BASE + at on; 0 stands for unreadable numbers."""
         stages = arg.stages
         builder = self._builder
         size = stages.store.size
@@ -278,8 +279,8 @@ class FetchEmitter:
     def _read_long(self, offset: int, user: bool, fault: Label) -> None:
         """Emit code that loads the two words at VALUE + `offset`: the lower into TEMP, the upper into HIGH.
 
-        The code jumps to `fault` if the words cannot be read. `user`: the address must be in user space.
-        The code overwrites OTHER.
+        The code jumps to `fault` if the words cannot be read. `user`: an address outside of user space is a
+        fault; if `user` is not set, any address is allowed. The code overwrites OTHER.
         """
         word = self._word
         self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
@@ -393,8 +394,8 @@ class FetchEmitter:
     def _location(self, place: int, *, is_fault: bool) -> None:
         """Emit code that stores a string's __data_loc at BASE + `place`, and advances POSITION.
 
-        The string reaches from POSITION to OTHER. If `is_fault`, the length in __data_loc is 0, and
-        POSITION does not change.
+        The string reaches from POSITION to OTHER. If `is_fault` is set, there is no string: the length in
+        __data_loc is 0, and POSITION does not change.
         """
         self._emit(
             Move(VALUE, POSITION),

@@ -39,7 +39,7 @@ from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 
 FRAME = Struct("<QQiI")
-"""Format of a call's data on the task's shadow stack: function, start time (ns), depth, and CallFlag."""
+"""Format of the data about a call on the task's shadow stack: function, start time (ns), depth, CallFlag."""
 CALLED = 8
 """Offset in bytes of the start time in the data that tracer and profiler keep on the shadow stack."""
 _FUNC = 0
@@ -64,7 +64,7 @@ class CallFlag(IntFlag):
     """Flags of a traced call, which are stored in its frame on the shadow stack."""
 
     HIDDEN = 1
-    """The function is in set_graph_notrace. Neither it nor the functions that it calls are recorded."""
+    """The function is in set_graph_notrace. Neither its call nor the calls that it makes are recorded."""
     IN_IRQ = 2
     """The call was made in a hard interrupt."""
 
@@ -89,7 +89,7 @@ class CompiledGraph:
     chosen: frozenset[int]
     """Fentry sites of the functions in set_graph_function.
 
-    `hidden` has the fentry sites of the functions in set_graph_notrace.
+    The attribute `hidden` has the fentry sites of the functions in set_graph_notrace.
     """
     hidden: frozenset[int]
     depth_size: int
@@ -187,8 +187,8 @@ class GraphEmitter:
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
         """Emit code that computes the call's depth and flags from those of the innermost traced caller.
 
-        The code jumps to `unwanted` if the caller is hidden, or if `kind` needs a traced caller and there is
-        none.
+        The code jumps to `unwanted`, so that the call is not recorded, if the caller is hidden. It does the
+        same if `kind` needs a traced caller and there is none.
         """
         builder = self._builder
         emit = self._emit

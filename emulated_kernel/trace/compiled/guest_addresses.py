@@ -48,9 +48,10 @@ class NeedResched:
     """
 
     not_needed: int = 0
-    """Mask of the bit of the u32 `need_resched` that is 0 while rescheduling is needed.
+    """Mask of a bit in a per-CPU u32; the bit is 0 while rescheduling is needed.
 
-    If `not_needed` is 0, the u32 is a plain flag, which is not 0 while rescheduling is needed.
+    The u32 is that of GuestAddresses.need_resched. If `not_needed` is 0, the u32 is a plain flag, which is
+    not 0 while rescheduling is needed.
     """
     task_flag: tuple[int, int] | None = None
     """Offset of a u32 in task_struct, and mask of the u32's bit that is set while rescheduling is needed.
@@ -92,23 +93,25 @@ class GuestAddresses:
     If the value is False, the bit is set while interrupts are enabled.
     """
     last_pid: int
-    """Per-CPU offset of a u64: the pid whose name was saved last."""
+    """Per-CPU offset of a u64: the pid of the task whose name guest code last had saved on this CPU."""
     request: int
-    """Per-CPU offset of a request for room in a ring buffer; next_page.py has its layout.
+    """Per-CPU offset of the memory in which guest code asks for room in a ring buffer.
 
-    RecordTarget.make_room reads the event's time and length from the request.
+    next_page.py has the layout of such a request. RecordTarget.make_room reads the event's time and length
+    from it.
     """
     scratch: int
     """Per-CPU offset of the scratch memory of SCRATCH_SIZE bytes, in which guest code assembles an entry."""
     breakpoint_context: tuple[int, int] | None
     """common_flags and common_preempt_count of a hit by a breakpoint, if Linux handles it as an NMI.
 
-    If the value is None, the context is that of the probed code, with interrupts off.
+    The value is None if Linux does not. Then the record has the context of the probed code, but with
+    interrupts off.
     """
     save_comm: Callable[[], bool]
-    """Host call that saves the current task's name for tracefs, and the pid in `last_pid`.
+    """Host call that saves the current task's name for tracefs, and stores the pid at `last_pid`.
 
-    It always returns True.
+    The result is always True, which means that guest code continues.
     """
     new_counter: Callable[[], HitCounter | None]
     """Returns a counter with value 0, or None if the per-CPU memory is used up."""

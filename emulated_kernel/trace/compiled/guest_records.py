@@ -68,9 +68,9 @@ class GuestRecords(TaskObserver):
         self._named_pid = _NO_PID
         """Pid of the task whose name was saved last, or _NO_PID."""
         self._comm = memoryview(b"")
-        """View of the name in the task_struct of the task `_named_pid`."""
+        """View of the name in the task_struct of the task with the pid `_named_pid`."""
         self._saved_comm = b""
-        """Content of `_comm` when the name was saved."""
+        """Name of the task with the pid `_named_pid` at the time when the name was saved."""
         self._saved_changes = 0
         """Value of SavedCmdlines.changes just after the name of `_named_pid` was saved."""
         self._clock = clock
@@ -153,7 +153,7 @@ class GuestRecords(TaskObserver):
     def task_check(self, ignores: Callable[[int], bool]) -> TaskCheck | None:
         """Return a TaskCheck, or None if the per-CPU memory is used up.
 
-        `ignores`: returns True for the pid of a task whose events are not recorded.
+        `ignores`: returns True for the pid of a task whose events must not be recorded.
         """
         try:
             return TaskCheck(self._cells, self.tasks, ignores)
@@ -201,8 +201,8 @@ class GuestRecords(TaskObserver):
         """Forget which tasks' names are saved, so that the next records save them again.
 
         This is necessary because a task's name may have changed, or tracefs may have dropped the saved name.
-        With `keeps_names`, the task whose name was saved last is not forgotten if neither its own name nor
-        the saved name has changed. See TaskObserver.call_begins().
+        `keeps_names`: the task whose name was saved last is not forgotten if neither its own name nor the
+        saved name has changed. If it is not set, all tasks are forgotten. See TaskObserver.call_begins().
         """
         pid = _NO_PID
         if keeps_names and self._comm == self._saved_comm and self._cmdlines.changes == self._saved_changes:
@@ -237,8 +237,9 @@ class GuestRecords(TaskObserver):
     def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
         """Return a function that guest code calls on the host to get room in the current CPU's ring buffer.
 
-        The function passes the length and time of the CPU's request to RingBuffer.make_room(), and returns
-        its result. `buffers`: one buffer for each CPU.
+        The function calls RingBuffer.make_room() with the length and time that the guest code has stored. It
+        returns True if there is room now, and False if the event is dropped. `buffers`: one buffer for each
+        CPU.
         """
         requests = self._requests
         current = self.tasks.cpu

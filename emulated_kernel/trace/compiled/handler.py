@@ -27,7 +27,7 @@ class Recording:
     filter: FilterProgram | None
     """The filter for the event, or None if the event has no filter in the trace array."""
     tasks: TaskCheck | None
-    """The check of the lists of pids; None if there are no lists."""
+    """The check of the current task against the lists of pids; None if all tasks are recorded."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compiled_event(
     - An argument has the type `symstr`, or the arguments have too many array elements.
     - An argument is from a register that is not a general-purpose one, or that a returning function has
       overwritten.
-    - A filter of the event compares strings, or the event has a trigger or is in soft mode.
+    - A filter does more than compare numbers, or the event has a trigger or is in soft mode.
     - Guest code cannot write to the buffers of a trace array that records the event (see Recorder.target).
     """
     registers = arch.valid_at_return if is_return else arch.general_registers
@@ -111,9 +111,9 @@ class EventEmitter:
             self._record_copies(recordings)
 
     def _record_in_place(self, recording: Recording) -> None:
-        """Emit code that writes an entry directly to the buffer.
+        """Emit code that writes an entry directly to the buffer of the only trace array that records it.
 
-        The size of the entry is known before the hit, and the event has no filter.
+        Precondition: the size of the entry is known before the hit, and the event has no filter.
         """
         builder = self._builder
         record = self._record
@@ -130,9 +130,9 @@ class EventEmitter:
         builder.place(done)
 
     def _record_copies(self, recordings: Sequence[Recording]) -> None:
-        """Emit code that assembles the entry in scratch memory, and copies it to the recordings.
+        """Emit code that assembles the entry in scratch memory, and copies it to the ring buffers.
 
-        The entry is copied to the ring buffer of each recording whose filter accepts the entry.
+        The code copies the entry to the buffer of each trace array whose filter and lists of pids accept it.
         """
         builder = self._builder
         record = self._record

@@ -126,9 +126,9 @@ class NextPageEmitter:
         self._store_cell(_RING, offset_of(word), src)
 
     def _store_cell(self, base: int, offset: int, src: int) -> None:
-        """Emit code that stores the register `src` as 8 bytes at `base` + `offset`.
+        """Emit code that stores the register `src` as an 8-byte word at `base` + `offset`.
 
-        If a word has 4 bytes, the upper 4 bytes are 0.
+        If the guest's registers have 4 bytes, the upper 4 bytes of the word become 0.
         """
         self._emit(Store(base, offset, src, self._word))
         if self._word < _CELL:
@@ -141,7 +141,7 @@ class NextPageEmitter:
         return LoadPerCpu(dst, self._request + cell + at, self._word)
 
     def _store_kept(self, base: int, offset: int, cell: int) -> None:
-        """Emit code that copies the 8 bytes of the request at offset `cell` to `base` + `offset`.
+        """Emit code that copies the 8 bytes at offset `cell` of the request for room to `base` + `offset`.
 
         The code overwrites _TEMP.
         """
@@ -149,7 +149,9 @@ class NextPageEmitter:
             self._emit(self._kept(_TEMP, cell, at), Store(base, offset + at, _TEMP, self._word))
 
     def _keep_word(self, cell: int, word: str) -> None:
-        """Emit code that copies the word `word` of the control block to offset `cell` of the request.
+        """Emit code that copies the word `word` of the ring's control block into the request for room.
+
+        `cell`: offset of the copy in the request.
 
         The code overwrites _TEMP.
         """

@@ -65,7 +65,7 @@ _LENGTH = LIMIT
 
 @dataclass(frozen=True)
 class EventSpace:
-    """The space on a page of a ring buffer that an event takes, if its entry has a known size."""
+    """The bytes that an event takes on a page of a ring buffer, if the size of its entry is known."""
 
     size: int
     """Size of the entry, in bytes."""
@@ -87,7 +87,10 @@ class RecordEmitter:
     def __init__(
         self, builder: ProgramBuilder, places: GuestAddresses, word_size: int, *, by_breakpoint: bool = False
     ) -> None:
-        """Emit ops to `builder`. `by_breakpoint`: Linux handles the hit in the exception of a breakpoint."""
+        """Prepare to emit ops to `builder`.
+
+        `by_breakpoint`: whether Linux handles the hit in the exception of a breakpoint.
+        """
         self._builder = builder
         self._emit = builder.emit
         self._places = places
@@ -104,7 +107,9 @@ class RecordEmitter:
     # Lists of pids
 
     def check_task(self, check: TaskCheck, excluded: Label) -> None:
-        """Emit code that jumps to `excluded` if `check`, the lists of pids, excludes the current task.
+        """Emit code that jumps to `excluded` if the lists of pids exclude the current task.
+
+        `check`: the per-CPU memory in which the code looks up the task.
 
         The code overwrites TEMP and OTHER.
         """
@@ -131,9 +136,10 @@ class RecordEmitter:
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
         """Emit code that stores the 8 bytes of common fields at BASE + at; common_type is `event_id`.
 
-        `target`: the buffers in which the entry is certain to be recorded; None if this is not certain. If it
-        is given and its `saves_comm` is set, the code also saves the task's name. `more_count` is added to
-        the preempt count, except at a breakpoint that Linux handles as an NMI.
+        `target`: the buffers in which the entry is certain to be recorded; None if this is not certain, for
+        example because a filter may reject the entry. If `target` is given and its `saves_comm` is set, the
+        code also saves the task's name. `more_count` is added to the preempt count, except at a breakpoint
+        that Linux handles as an NMI.
         """
         places = self._places
         emit = self._emit
@@ -169,7 +175,7 @@ class RecordEmitter:
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
-        """Emit code that saves the name of the task with the pid in VALUE, unless this was saved last."""
+        """Emit code that saves the name of the task with the pid in VALUE, unless it was saved last."""
         builder = self._builder
         places = self._places
         known = builder.label()
@@ -240,9 +246,9 @@ class RecordEmitter:
     def _branch_unless_usual(self, unusual: Label, *, saves_comm: bool) -> None:
         """Emit code that jumps to `unusual`, unless the preempt count is 0 and no rescheduling is needed.
 
-        With `saves_comm`, the code also jumps if VALUE is not the pid whose name was saved last. The code
-        overwrites VALUE, TEMP and OTHER. The code has one branch for all conditions, because a branch ends a
-        block of translated code.
+        `saves_comm`: the code also jumps if VALUE is not the pid of the task whose name was saved last. If it
+        is not set, VALUE is not tested. The code overwrites VALUE, TEMP and OTHER. The code has one branch
+        for all conditions, because a branch ends a block of translated code.
         """
         emit = self._emit
         resched = self._places.resched
@@ -366,8 +372,9 @@ class RecordEmitter:
     def _ask_for_room(self, length: int | None, target: RecordTarget, again: Label, dropped: Label) -> None:
         """Emit code that makes room for an event whose time is in VALUE and HIGH.
 
-        If guest code makes the room, the code jumps to `again`. If the event is dropped, the code jumps to
-        `dropped`. If the host makes the room, execution continues after the emitted code.
+        The code first calls the guest code of next_page.py. If this makes room, the code jumps to `again`;
+        otherwise it calls the host. If the event is dropped, the code jumps to `dropped`. If the host makes
+        room, execution continues after the emitted code.
         """
         emit = self._emit
         request = self._places.request

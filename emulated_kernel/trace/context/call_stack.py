@@ -44,7 +44,7 @@ class _CallSite(NamedTuple):
     """Name in pt_regs -> value, for registers whose value is known."""
     ip: int
     is_return_address: bool
-    """Whether `ip` is a return address, so that the call is the instruction before it."""
+    """Whether `ip` is the return address of a call, which is then the instruction before `ip`."""
 
 
 class _Left(NamedTuple):

@@ -111,8 +111,8 @@ class FrameTables:
         """Return the frames of a return trampoline, which is never called: hooked functions return to it.
 
         The real return address is on the shadow stack. The stack or the link register holds the trampoline's
-        own address. Later a handler stores the real return address in the slot by which the trampoline
-        returns.
+        own address. Later the trampoline's handler stores the real return address in the stack slot from
+        which the trampoline's last instruction takes it.
         """
         arch = self._arch
         in_register = arch.registers.link is not None

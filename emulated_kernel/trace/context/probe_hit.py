@@ -99,8 +99,8 @@ class ProbeHit:
         """Store the sources of a hit's data.
 
         `context` returns common_flags and common_preempt_count. The arguments of `context` are the registers,
-        and an amount to add to preempt_count. `regs`: registers for records that are not made at a hit. For
-        hits, the caller sets `regs` at each hit.
+        and an amount to add to preempt_count. `regs`: registers for records that are not made at a hit; None
+        if all records are. At each hit, the caller sets the attribute `regs`.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""
@@ -114,7 +114,7 @@ class ProbeHit:
         self.chain: Sequence[int] | None = None
         """Cached call chain of the hit; None if it was not computed, or is not cached (see `has_several`)."""
         self.has_several = False
-        """Whether several events or trace arrays may handle the hit, so that its call chain is cached."""
+        """Whether several events or trace arrays may handle the hit; only then is its call chain cached."""
         self.handler_preempt_count = 0
         """Amount by which Linux's own handler increases common_preempt_count of the entry."""
         self.nested = 0
@@ -166,9 +166,9 @@ class ProbeHit:
         return origin
 
     def keep_origin(self, keep: bool) -> bool:
-        """Set whether origin() keeps its result for further entries of the hit.
+        """Set whether origin() keeps its result for further entries of the hit; return the former setting.
 
-        Return the setting before this call.
+        If `keep` is False, also drop the kept result.
         """
         before = self._keeps_origin
         self._keeps_origin = keep
@@ -197,7 +197,7 @@ Mirrors: kernel/trace/ring_buffer.c:trace_recursive_lock, ring_buffer_nest_start
 def nested_in(hit: ProbeHit) -> Iterator[bool]:
     """Return a context manager in which a further entry is written while the hit's entry is still open.
 
-    The context manager yields False if the nesting is too deep, so that the entry must not be written.
+    The context manager yields True if the entry may be written, and False if the nesting is too deep.
 
     Mirrors: kernel/trace/ring_buffer.c:ring_buffer_nest_start, ring_buffer_nest_end (v6.1).
     """

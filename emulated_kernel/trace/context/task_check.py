@@ -32,9 +32,9 @@ class TaskCheck:
         self._cells = cells
         offset = cells.alloc_percpu(CELL_UNIT)
         self.recorded = offset
-        """Per-CPU offset of the pid of the last task whose events are recorded."""
+        """Per-CPU offset of the pid of the last task whose events were found to be recorded."""
         self.excluded = offset + PID_SIZE
-        """Per-CPU offset of the pid of the last task that is excluded."""
+        """Per-CPU offset of the pid of the last task that the lists were found to exclude."""
         self._pids = [cell.cast("I") for cell in cells.cells(offset, CELL_UNIT)]
         self.forget()
 
@@ -48,7 +48,7 @@ class TaskCheck:
         self._cells.free_percpu(self.recorded)
 
     def is_recorded(self) -> bool:
-        """Return True if the current task's events are recorded, and keep the answer for guest code."""
+        """Return True if the current task's events are recorded, and store the answer for guest code."""
         pid = self._tasks.pid()
         is_excluded = self._ignores(pid)
         self._pids[self._tasks.cpu()][is_excluded] = pid

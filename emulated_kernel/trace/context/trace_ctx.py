@@ -45,7 +45,8 @@ class HitContext(ABC):
 
         `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
         are enabled, or while they are masked if `has_interrupt_mask` is set.
-        `is_breakpoint_nmi`: whether Linux handles a breakpoint of the kernel as an NMI.
+        `is_breakpoint_nmi`: whether Linux handles a breakpoint in the kernel as an NMI; otherwise the hit has
+        the context of the probed code, with interrupts off.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
@@ -89,7 +90,7 @@ class HitContext(ABC):
     def _shown(self, count: int) -> int:
         """Return common_preempt_count of a record that is made with the preempt count `count`.
 
-        Linux limits the count first, and then subtracts the amount of the handler's own preempt_disable().
+        Linux limits the count to 15, and then subtracts what the handler's own preempt_disable() has added.
         """
         return max(min(count, _MAX_COUNT - self.disabled_once), 0)
 

@@ -86,7 +86,10 @@ class ArrayEvents:
         """
         self._has_module = has_module
         self._awaited: list[_Wanted] = []
-        """Events of modules that are not loaded, the newest first. Mirrors: trace_array.mod_events (v7.2)."""
+        """Words of set_event whose modules are not loaded yet, newest first.
+
+        Mirrors: trace_array.mod_events (v7.2).
+        """
         self.registry = registry
         self.recorder = recorder
         self.expand = expand
@@ -105,8 +108,9 @@ class ArrayEvents:
         return event.file(self.recorder).enabled_text()
 
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
-        """Enable or disable the recording of an event. In both cases, first expand the ring buffers.
+        """Enable or disable the recording of an event in this trace array.
 
+        `enabled`: True to enable it, False to disable it. In both cases, the ring buffers are expanded first.
         Raises: KernelError ENODEV (the event was removed), or the error of TraceEvent.start().
         """
         event.check_alive()
@@ -145,8 +149,8 @@ class ArrayEvents:
         """Return the events that can be enabled, in the order of this trace array's list.
 
         `among`: the events from which to choose; None means all.
-        Events that were registered after the trace array come first, newest first. The older events follow in
-        order of registration.
+        Events that were registered after the trace array was created come first, newest first. The older
+        events follow in order of registration.
         Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).
         """
         return (event for event in self.registry.listed(self._older, among) if event.is_switchable)
@@ -227,9 +231,9 @@ class ArrayEvents:
             self._forget(wanted)
 
     def _forget(self, removed: _Wanted) -> None:
-        """Remove the events that `removed` covers from the events that wait for their modules.
+        """Drop waiting words of set_event, whose modules are not loaded, if `removed` covers them.
 
-        Raises: KernelError EINVAL (no event is removed).
+        Raises: KernelError EINVAL (no waiting word is covered).
         Mirrors: kernel/trace/trace_events.c:remove_cache_mod (v7.2).
         """
         left = [each for each in self._awaited if not removed.covers(each)]

@@ -39,7 +39,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def triggers_ignore(self, event: TraceEvent, payload: bytes, /) -> bool:
-        """Return True if triggers that need the entry do not run, because of the lists of pids.
+        """Return True if triggers that need the entry do not run, because the lists of pids exclude the task.
 
         `payload` is the entry without its 8 bytes of common fields.
         """
@@ -55,7 +55,9 @@ class Recorder(ABC):
     def record(
         self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
     ) -> None:
-        """Write an entry to `place`, a buffer that reserve() returned, or by default to the CPU's buffer.
+        """Write an entry of `event` to the ring buffer `place`, which reserve() returned.
+
+        If `place` is None, write the entry to the current CPU's buffer.
 
         `payload` is the entry without its 8 bytes of common fields.
         """
@@ -72,7 +74,7 @@ class Recorder(ABC):
         return None
 
     def off_since(self) -> int | None:
-        """Return None if recording is on, else a number that identifies the present pause of recording."""
+        """Return None if recording is on, else a number that is different for each pause of recording."""
         return None
 
     @abstractmethod
@@ -186,7 +188,10 @@ class TraceEvent(ABC):
         return found
 
     def set_filter(self, recorder: Recorder, event_filter: EventFilter | None) -> None:
-        """Set the filter that decides which hits are recorded in `recorder`. None removes the filter."""
+        """Set the filter that decides which hits are recorded in the trace array `recorder`.
+
+        If `event_filter` is None, remove the filter, so that all hits are recorded.
+        """
         if event_filter is not None:
             self.filters = {**self.filters, recorder: event_filter}
         elif recorder in self.filters:
@@ -291,7 +296,7 @@ class TraceEvent(ABC):
         return None
 
     def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
-        """Return True if the filter of trace array `recorder` accepts the hit, or if it has no filter."""
+        """Return True if the filter of trace array `recorder` accepts the hit, or if there is no filter."""
         event_filter = self.filters.get(recorder)
         if event_filter is None or event_filter.program is None:
             return True
@@ -383,7 +388,7 @@ class EventFile:
         self.soft_disabled = self.soft_mode
 
     def enable_soft(self) -> None:
-        """Add a user that needs the event's hits, such as a trigger.
+        """Count one more user of the event's hits, such as a trigger; the first one starts soft mode.
 
         Raises: errors of TraceEvent.enable().
         """
@@ -401,7 +406,7 @@ class EventFile:
         self._changed()
 
     def disable_soft(self) -> None:
-        """Remove a user that enable_soft() added. If no user is left, soft mode ends."""
+        """Count one user less, after enable_soft() has counted it. If no user is left, end soft mode."""
         self._soft_references -= 1
         if self._soft_references:
             return
@@ -423,7 +428,7 @@ class EventFile:
             raise
 
     def let_go(self) -> None:
-        """Undo hold(): remove a user of soft mode and of the event."""
+        """Undo hold(): end soft mode for the trigger, and allow the event's removal again."""
         self.disable_soft()
         self.event.let_go()
 
@@ -521,7 +526,7 @@ class EventFile:
         return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
 
     def _may_wait(self) -> bool:
-        """Return True if soft mode or a filter may reject entries, so that they are not written at once."""
+        """Return True if soft mode or a filter may reject the entry; Linux then does not write it at once."""
         event_filter = self.event.filters.get(self.recorder)
         return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 

@@ -111,8 +111,9 @@ class EventFilters:
     def _error_text(self, text: str, failure: FilterParseError) -> str:
         """Return the content of a filter file after a parse error: the filter, a caret and the error.
 
-        `text`: the filter. `failure`: the error and its column. If `failure.error` is None, no caret is
-        shown, and the error is shown as 0. The caret is at most one column after the filter's end.
+        `text`: the filter. `failure`: the error and its column. If `failure.error` is None, only the errno is
+        known: no caret is shown, and the text of the error is "0". The caret is at most one column after the
+        filter's end.
         """
         if failure.error is None:
             return _within_page([text, "\nError: (0)\n"])

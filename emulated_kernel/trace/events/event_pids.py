@@ -114,7 +114,7 @@ class EventPids:
 
     @property
     def is_active(self) -> bool:
-        """Whether at least one of the lists has a pid."""
+        """Whether at least one of the lists has a pid; otherwise no task is excluded."""
         return bool(self.traced.pids or self.untraced.pids)
 
     def ignores(self, pid: int) -> bool:

@@ -55,7 +55,7 @@ class PrintEvent(FtraceEntryEvent):
     def __init__(self, word_size: int, marker_ip: int, *, signed_char: bool = True) -> None:
         """Create the event. `marker_ip` is the address of the code that writes markers.
 
-        `signed_char`: whether a char is signed.
+        `signed_char`: whether a char of the architecture is signed, which the `format` file shows.
         """
         fields = (
             EventField("unsigned long", "ip", COMMON_SIZE, word_size, False),

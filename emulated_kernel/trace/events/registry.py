@@ -59,14 +59,14 @@ class EventRegistry:
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
         self.hist_waiters: list[Callable[[], None]] = []
-        """Functions to call at each hit of a histogram, for clients that poll hist files.
+        """Functions to call at each hit that a histogram counts, for clients that poll hist files.
 
         Mirrors: kernel/trace/trace_events.c:hist_poll_wq (v7.2).
         """
         self.registered = 0
         """Count of all registrations of events so far; removals do not reduce it."""
         self._numbers: dict[TraceEvent, int] = {}
-        """Event -> number of registrations before its own. The keys are in order of registration."""
+        """Event -> number of events that were registered before it. The keys are in order of registration."""
 
     def watch(self, watcher: EventWatcher) -> None:
         """Call the watcher's methods when events are added or removed from now on."""

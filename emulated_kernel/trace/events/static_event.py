@@ -38,11 +38,11 @@ class TracepointStub:
     first_parameter: int = 0
     """Number of leading parameters of the function that are not arguments of the tracepoint."""
     preempt_count: int = 1
-    """Amount that the tracepoint adds to preempt_count in Linux, but not in the guest."""
+    """Amount that Linux's tracepoint adds to preempt_count during the call; the guest does not add it."""
     switch: Callable[[bool], None] | None = None
     """Function that allows (True) or forbids (False) calls of the stub.
 
-    None if the tracepoint always calls the stub while the tracepoint is on.
+    The value is None if the tracepoint, while it is on, calls the stub at each hit.
     """
 
 
@@ -115,7 +115,7 @@ class StaticEvent(TraceEvent):
         self._word_size = word_size
 
     def other_task(self, payload: bytes) -> int | None:
-        """Return the pid of the task that is switched to or woken up, or None for other events.
+        """Return the pid of the task that the scheduler switches to or wakes up; None for other events.
 
         Mirrors: kernel/trace/trace_events.c:register_pid_events (v6.1).
         """

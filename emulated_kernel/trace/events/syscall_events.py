@@ -163,7 +163,11 @@ class SyscallEnter(SyscallEvent):
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        """The event's own fields: words, and a `__data_loc char[]` for each argument's user memory."""
+        """The event's own fields, in the order of the `format` file.
+
+        These are __syscall_nr, a word for each argument, and a `__data_loc char[]` for each argument whose
+        user memory is recorded.
+        """
         positions = () if self._user is None else self._user.positions
         located = (
             EventField(

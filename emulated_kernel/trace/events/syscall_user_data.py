@@ -43,7 +43,10 @@ class UserArguments:
     size: int | None = None
     """Position of the argument that gives the size of the memory; None if the memory is a string."""
     is_string: bool = True
-    """Whether memory with a `size` is shown as a string; otherwise it is shown in hexadecimal."""
+    """Whether memory that has a `size` is shown as a string; if False, it is shown in hexadecimal.
+
+    Memory without a `size` is always a string.
+    """
 
 
 _BYTES = {"write": (1, 2), "mq_timedsend": (1, 2), "pwrite64": (1, 2)}

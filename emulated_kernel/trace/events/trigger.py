@@ -36,7 +36,7 @@ class Trigger(ABC):
 
     kind: ClassVar[TriggerKind]
     is_post: ClassVar[bool] = False
-    """Whether the trigger runs after the entry was written."""
+    """Whether a hit's triggers of this class run after the entry was written, instead of before it."""
     wants_entry: ClassVar[bool] = False
     """Whether fire() needs the entry, even without a filter."""
     is_hidden: ClassVar[bool] = False

@@ -72,7 +72,7 @@ class TypedValue:
 
     @property
     def _refers_to_char(self) -> bool:
-        """Whether the value points to, or consists of, characters.
+        """Whether the type is a pointer to characters or an array of characters.
 
         Linux: `char` is unsigned since 6.2, and any unsigned byte counts as a character. In the BTF of an
         older kernel `char` is signed; it counts here as well.

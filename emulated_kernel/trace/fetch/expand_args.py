@@ -112,7 +112,7 @@ class _Names:
     def take(self, index: int, type_name: str) -> str:
         """Return the name of parameter `index`, followed by `type_name` (`:TYPE` or "").
 
-        The length of the result is subtracted from the number of bytes left.
+        Subtract the length of the result from the bytes left in Linux's buffer.
         Raises: KernelError ENOENT (no such parameter), E2BIG (no room); both are logged.
         """
         parameters = self._function.parameters

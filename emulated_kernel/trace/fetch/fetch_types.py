@@ -50,8 +50,9 @@ class StringArea:
     def add(self, text: bytes | None, *, overlaps: bool = False) -> bytes:
         """Append a fetched string and return its __data_loc, which has length 0 if `text` is None.
 
-        If `overlaps` is set, the length in __data_loc covers all remaining bytes, and the next string
-        overwrites the NUL of this one.
+        `overlaps`: as Linux does for symstr, the length in __data_loc covers all remaining bytes of the area,
+        and the next string overwrites the NUL of this one. If it is not set, the string keeps its NUL, and
+        its own size is the length.
         """
         used = self._used
         room = len(self.data)
@@ -199,7 +200,7 @@ class String(FetchType):
 
     is_dynamic = True
     _store_op: ClassVar[FetchOp | None] = None
-    """The store operation of the type, or None if it depends on the last dereference."""
+    """The store operation of the type; None if the last dereference decides which memory is read."""
 
     def source_error(self, source: FetchOp) -> ProbeError | None:
         return None if source in _STRING_SOURCES else ProbeError.BAD_STRING
@@ -232,9 +233,10 @@ class String(FetchType):
         )
 
     def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
-        """Return the string at `address`, or None if it cannot be read.
+        """Return the string at `address` with its NUL, or None, which `trace` shows as "(fault)".
 
-        Linux: an empty string in user memory has length 0, which means a fault.
+        The result is None if the string cannot be read. It is also None for an empty string in user memory,
+        which Linux does not tell from a fault. `user`: an address in kernel space cannot be read.
         Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
         """
         read = environment.read

@@ -241,9 +241,9 @@ class _ArgParser:
     ) -> FetchType:
         """Return the fetch type of a value that `named` has compiled.
 
-        `type_name`: the type in the argument, or None if the argument has no type. `default`: the fetch
-        type for `type_name`. If `type_name` is None, the BTF type of the value decides. If `type_name` is a
-        string type, append the dereference that it needs to `code`.
+        `type_name`: the type in the argument, or None if the argument has no type. `default`: the fetch type
+        for `type_name`. If `type_name` is None, return the fetch type that fits the BTF type of the value. If
+        `type_name` is a string type, append the dereference that it needs to `code`.
         """
         if named.end is not None:
             self._end = named.end

@@ -113,7 +113,10 @@ class FetchEnvironment:
         return int.from_bytes(self._hit.read(address, self.word_size) or b"", "little")
 
     def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
-        """Run stage 2: dereference a value one or more times. Return None if a pointer cannot be read."""
+        """Run stage 2: apply the dereferences `derefs` to a value, and return the result.
+
+        Return None if `value` is None, or if a dereference cannot be read.
+        """
         for insn in derefs:
             if not isinstance(value, int):
                 return None

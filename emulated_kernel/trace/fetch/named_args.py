@@ -175,10 +175,13 @@ class NamedArgs:
         is_cast: bool = False,
         before: int = 0,
     ) -> list[FetchInsn]:
-        """Return the operations `root`, which load a value, and those that follow `fields` from this value.
+        """Return the operations `root`, which load a value, and further ones, which follow `fields` from it.
 
-        `typed`: type of the value. If `is_cast` is set, `typed` is the type of the structure to which the
-        value points, and the value points to byte `before` of the structure. `fields`: a text like
+        Set the attribute `typed` to the type of the final value. If there are fields, set the attribute `end`
+        to the last field's column.
+
+        The parameter `typed`: type of the value. If `is_cast` is set, `typed` is the type of the structure to
+        which the value points, and the value points to byte `before` of the structure. `fields`: a text like
         `FIELD.FIELD->FIELD` at `column`, or None if no field is named.
         Raises: KernelError (logged).
         """
@@ -216,7 +219,7 @@ class NamedArgs:
         code.append(FetchInsn(FetchOp.UDEREF if type_name.startswith("u") else FetchOp.DEREF))
 
     def bit_field(self) -> FetchInsn | None:
-        """Return the operation that extracts a bit field from a 64-bit word by shifts; None for other values.
+        """Return the operation whose shifts extract the bit field; None if the value is not a bit field.
 
         Mirrors: kernel/trace/trace_probe.c:parse_btf_bitfield (v6.12).
         """

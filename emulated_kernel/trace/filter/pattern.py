@@ -22,7 +22,7 @@ class MatchType(Enum):
 
 @dataclass(frozen=True)
 class StringPattern:
-    """A string pattern. `text` has no NUL. `glob` is the regular expression of a GLOB; otherwise None."""
+    """A string pattern. `text` has no NUL. `glob` is the regular expression of a GLOB, else None."""
 
     type: MatchType
     text: bytes

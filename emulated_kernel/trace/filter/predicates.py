@@ -97,9 +97,9 @@ class StringPredicate:
     negated: bool
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the entry's string matches, or, if `negated` is set, does not match.
+        """Return True if the entry's string matches the pattern; if `negated` is set, if it does not match.
 
-        If the string cannot be read, return False.
+        If the string cannot be read, return False in both cases.
         """
         found = self._string(entry)
         return found is not None and self.pattern.matches(*found) is not self.negated

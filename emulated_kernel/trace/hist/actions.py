@@ -44,7 +44,7 @@ class Action:
     kind: ActionKind = ActionKind.TRACE
     params: list[str] = field(default_factory=list)
     synthetic_name: str | None = None
-    """First parameter of trace(): the name of the synthetic event; None without trace()."""
+    """First parameter of trace(), the name of the synthetic event; None if the action is not trace(...)."""
     match: tuple[str, str] | None = None
     """Parameter of onmatch(): group and name of the event that must come before; None for other handlers."""
     tracked_name: str = ""
@@ -83,7 +83,10 @@ class Action:
         return as_number(element.variables.get(self.track_index, 0))
 
     def passes(self, before: int, value: int) -> bool:
-        """Return True if `value` is greater than `before` (onmax), or not equal to `before` (onchange)."""
+        """Return True if the variable's change from `before` to `value` fulfils the condition.
+
+        onmax(): `value` is greater than `before`. onchange(): the two differ.
+        """
         return value > before if self.handler is Handler.ONMAX else value != before
 
     def _is_news(self, element: Element, value: Value) -> bool:
@@ -97,7 +100,9 @@ class Action:
         return self.passes(self.track_value(element), value)
 
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
-        """Run the action for a hit if the condition of its handler holds.
+        """Run the action for a hit. For onmax() and onchange(), do so only if the condition holds.
+
+        In this case, also store the tracked variable's value in `element`.
 
         `element`: element of the map in which the hit is counted. `key`: key of the element.
 

@@ -202,10 +202,10 @@ class ExpressionParser:
         return source, flags, buckets
 
     def _source(self, name: str, flags: Flag, *, has_chains: bool) -> tuple[FilterField | None, Flag]:
-        """Return (field, flags) for the value called `name`; the field is None if no field holds the value.
+        """Return (field, flags) for the value called `name`.
 
-        Such values are the time, the CPU, the task's name and the call chain. `has_chains`: whether call
-        chains can be values.
+        The field is None for common_timestamp, common_cpu, common_comm, and the hit's call chain.
+        `has_chains`: whether call chains can be values; otherwise their names are unknown.
         """
         if name == "common_timestamp":
             self._owner.uses_time = True

@@ -176,7 +176,7 @@ class HistField:
     def full_name(self, level: int = 0) -> str:
         """Return the field's name; "" for a field without a name.
 
-        `level`: nesting depth of the field as an operand. If the depth is above 1, the name is "".
+        `level`: nesting depth of the field as an operand; as in Linux, the name is "" at a depth above 1.
         Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1).
         """
         if level > 1:

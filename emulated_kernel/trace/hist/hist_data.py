@@ -265,10 +265,11 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Store in `values` the values of the variables that the histogram refers to, and return True.
+        """Store the values of the variables that the histogram refers to in the list `values`; return True.
 
         If a variable is not set, return False. `own`: whether to read only the histogram's own variables;
-        otherwise only those of other histograms are read. `key`: key of the elements that hold the variables.
+        otherwise only those of other histograms are read, and those whose reference has `read_once` are then
+        unset. `key`: key of the elements that hold the variables.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):

@@ -38,8 +38,8 @@ def find_operator(text: str, interface: Interface) -> tuple[Operator, int] | Non
 def leftmost_operand(text: str, interface: Interface) -> str:
     """Return the part of a variable's expression that is inserted for `$NAME` later in the same command.
 
-    As in Linux, parsing cuts the text at each operator, so with `a=x-y,b=$a` the value of b is x. Parsing
-    also cuts the text at the dots of GROUP.EVENT.$NAME.
+    As in Linux, only the text before the first operator is left after parsing, so with `a=x-y,b=$a` the value
+    of b is x. Parsing also cuts the text at the dots of GROUP.EVENT.$NAME.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     # Not recursive: a text may have thousands of operators.
@@ -70,5 +70,5 @@ def qualified(text: str) -> tuple[str | None, str | None, str]:
 
 
 def is_reference(text: str) -> bool:
-    """Return True if the text is `$` followed by a name."""
+    """Return True if the text refers to a variable: `$` followed by a name."""
     return len(text) >= 2 and text.startswith("$")

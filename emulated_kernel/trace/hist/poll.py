@@ -35,7 +35,8 @@ class HistPoll:
 
         POLLIN: the last read did not show all hits. POLLPRI: there were hits since the last read and since
         the last call that returned POLLPRI.
-        If `notify` is not None, it is called once, at the next hit.
+        `notify` is called once, at the next hit, in place of the function of the call before. If it is None,
+        that function stays.
         """
         hits = self._hits()
         mask = select.POLLIN | select.POLLRDNORM if self._shown != hits else 0

@@ -30,7 +30,7 @@ class HistHolder(Trigger):
         super().__init__(filter_)
         self.data = data
         self.file = data.file
-        """The trigger's event. Triggers with the same name share data, but not events."""
+        """The trigger's own event. Triggers with the same name share data, but have different events."""
 
 
 def holders_of(file: EventFile) -> Iterator[HistHolder]:
@@ -67,7 +67,7 @@ def past_hist(holder: HistHolder) -> PastHist:
 
 
 class RemovedHists:
-    """The histograms that were removed or cleared, for hints about histograms.
+    """Histograms that were removed or cleared; hints to users about histograms are made from them.
 
     Linux keeps no such data.
     """

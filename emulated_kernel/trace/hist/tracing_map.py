@@ -135,9 +135,9 @@ class TracingMap:
         return ELEMENT_SIZE + self.key_size + self._sums * SUM_SIZE + variables
 
     def _charge(self, size: int) -> bool:
-        """Charge `size` bytes to the budget.
+        """Charge `size` bytes to the budget, and return True.
 
-        Return False, with nothing changed, if the budget has no room.
+        If the budget has no room, charge nothing and return False.
         """
         if not self._memory.take(size, self._user):
             return False

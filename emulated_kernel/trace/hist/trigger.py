@@ -89,7 +89,7 @@ class HistCommand(TriggerCommand):
     system: HistServices
     name: str = "hist"
     owners: dict[str, HistTrigger] = field(default_factory=dict, compare=False)
-    """Name -> trigger that owns the data with this name, for all trace arrays."""
+    """Name of a named histogram -> trigger that owns the histogram's data, for all trace arrays."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Add, change or remove a histogram: execute a command that was written to a trigger file.
@@ -246,10 +246,10 @@ class HistCommand(TriggerCommand):
                 file.remove(trigger)
 
     def release(self, trigger: HistTrigger) -> None:
-        """Remove one user of `trigger`.
+        """Decrease the use count of `trigger`.
 
-        If `trigger` uses the data of another trigger, remove one user of that trigger too. When the trigger
-        that owns the data has no users left, release the data.
+        If `trigger` uses the data of another trigger, decrease the use count of that trigger too. When the
+        count of the trigger that owns the data becomes 0, release the data.
 
         Mirrors: event_hist_trigger_free (v6.1).
         """

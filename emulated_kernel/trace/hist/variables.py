@@ -116,7 +116,8 @@ class Variables:
         """Return the event whose histograms have to be searched for the variable `name`; None if not found.
 
         If `system` is given, return the event with the group `system` and the name `event_name`. Otherwise
-        return the only event whose histogram has the variable. If several events have it, log an error.
+        return the only event whose histogram has the variable. If several events have it, log an error and
+        return None.
         Mirrors: find_var_file (v6.1).
         """
         if system is not None:

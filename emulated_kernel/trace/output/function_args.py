@@ -34,7 +34,8 @@ class FunctionArgs:
     def text(self, func: int, payload: bytes) -> str:
         """Return the arguments of `func` in parentheses. `payload`: the arguments' words in the record.
 
-        Return "()" for a function that is not in the BTF, and "" if the record has no arguments.
+        Return "()" for a function without parameters or one that is not in the BTF, and "" if the record has
+        no words for arguments.
         """
         if len(payload) < COUNT * self._word:
             return ""

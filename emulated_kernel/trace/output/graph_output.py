@@ -33,8 +33,8 @@ class GraphRecords:
     def __init__(self, word_size: int, *, has_args: bool = False) -> None:
         """Create the formats for words of `word_size` bytes.
 
-        `has_args`: whether arguments can follow a call's record, so that the depth in the record takes a
-        word.
+        `has_args`: whether arguments can follow a call's record. If so, the depth in the record takes a word;
+        otherwise it takes 4 bytes.
         """
         word = "Q" if word_size == 8 else "I"
         self.depth_size = word_size if has_args else 4

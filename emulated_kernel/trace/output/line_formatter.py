@@ -57,7 +57,7 @@ class TimedRecord(NamedTuple):
     cpu: int
     record: bytes
     follows_lost: bool = False
-    """Whether records of the CPU directly before this record were lost while the file was read."""
+    """Whether the CPU's records just before this one were overwritten while the file was read."""
 
 
 def encode_text(text: str) -> bytes:
@@ -142,10 +142,11 @@ class LineFormatter:
     ) -> None:
         """Prepare printing in the format that the trace options `flags` select.
 
-        `find_event` maps the type of an entry to its event. `in_ns` means that the clock counts nanoseconds.
-        `time_start` is the time from which times are counted with the option latency-format. `shows_symbols`
-        means that option fields shows words of 64 bits as symbols; see fields_text(). `limit` is the maximum
-        size of a line in bytes. `columns` describes the columns of common_flags.
+        `find_event` maps the type of an entry to its event. `in_ns`: whether the trace clock counts
+        nanoseconds; otherwise times are shown as plain numbers. `time_start` is the time from which times are
+        counted with the option latency-format. `shows_symbols` means that option fields shows words of 64
+        bits as symbols; see fields_text(). `limit` is the maximum size of a line in bytes. `columns`
+        describes the columns of common_flags.
         """
         self.flags = flags
         self._in_ns = in_ns

@@ -154,8 +154,9 @@ def trace_lines(
 ) -> Iterator[str]:
     """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
 
-    `later` returns the records that were written meanwhile. If it is given, the iterator has no end: it
-    yields END after the present records, then the later records and END again, and so on.
+    `later`: returns the records that were written since the last look. If it is given, the iterator has no
+    end: it yields END after the present records, then the later records and END again, and so on. If it is
+    None, the iterator ends after the present records.
 
     If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
     record of each CPU. There is no such line for the CPU of the file's first record.

@@ -83,7 +83,7 @@ class TracerOptions:
         self.has_args = has_args
         self._on: set[str] = set(_ON_AT_BOOT)
         self.others: tuple[str, ...] = ()
-        """Names of the options of tracers that can't be selected."""
+        """Names of the options whose tracers can't be selected."""
         for options in (others or {}).values():
             self.others += tuple(options)
             self._on.update(name for name, on in options.items() if on)
@@ -113,7 +113,7 @@ class TracerOptions:
             notify()
 
     def _check_functions(self, name: str) -> None:
-        """Check that the option `name` of the function tracer can be added to the options that are on.
+        """Check that the function tracer's option `name` can be switched on together with those that are on.
 
         Raises: KernelError EINVAL (an option that is on excludes it).
         Mirrors: kernel/trace/trace_functions.c:select_trace_function (v7.2).

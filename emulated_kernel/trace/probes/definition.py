@@ -86,7 +86,7 @@ class ProbeDefinition:
     maxactive: int
     args: tuple[ProbeArg, ...]
     captured: tuple[int, ...] = ()
-    """Numbers of the function arguments that a return probe stores at a call's entry, to record later."""
+    """Numbers of the function arguments that a return probe stores at the entry and records at the return."""
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:

@@ -71,7 +71,7 @@ class DynEvent(ABC):
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Return True if the event is in use, so that release_all() fails."""
+        """Return True if the event is in use; then release_all() refuses to remove any event."""
 
     @abstractmethod
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
@@ -97,7 +97,7 @@ class DynEventList:
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
         self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
-        """Name -> the event; after a second event got the name, a dict.
+        """Name -> the event of this name, or a dict if a second event has had the name.
 
         The keys of the dict are the events, oldest first.
         """

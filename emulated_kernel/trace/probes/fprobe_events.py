@@ -180,7 +180,7 @@ class TraceFprobe(TraceKprobe):
         return False
 
     def _kept(self, _fp: Fprobe, _address: int, regs: Any, data: memoryview) -> None:
-        """Store, at a function's entry, the arguments that the event will record at the function's exit."""
+        """Store the arguments that the event will record at the function's exit; called at its entry."""
         self.keep_arguments(data, regs)
 
     def _called(self, _fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:

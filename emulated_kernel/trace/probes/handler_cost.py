@@ -72,9 +72,9 @@ class HandlerCosts:
     ) -> float | None:
         """Return the CPU time of the host in nanoseconds that a hit takes, or None if it cannot be measured.
 
-        `way`: how hits enter the handler. The cost of a hit by a breakpoint includes its trap. With
-        `steps`, the cost also includes the trap after the probed instruction. A copy of the handler is
-        measured, with the registers of the last hit before the handler was compiled.
+        `way`: how hits enter the handler. The cost of a hit by a breakpoint includes its trap. `steps`: the
+        cost also includes the trap after the single step of the probed instruction; by default it does not. A
+        copy of the handler is measured, with the registers of the last hit before the handler was compiled.
         """
         if head.sample is None or self._machine.is_running:
             return None

@@ -33,11 +33,11 @@ class PastEvent(TypedDict):
     unarmed: str
     """Last reason why a probe of the enabled event was not armed; "" if there was no such reason."""
     recording: bool
-    """Whether hits were to be recorded in a trace array, and not only passed to triggers."""
+    """Whether the event was enabled to record hits in a trace array, and not only to run triggers."""
     filters: list[str]
     """The event's filters, now or at its removal."""
     off: bool
-    """Whether recording was off in all trace arrays of the event as long as the event was enabled."""
+    """Whether recording was off in all trace arrays of the event for the whole time while it was enabled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +91,7 @@ class ProbeHistory:
             _note_recording(event, known)
 
     def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str], missed: int) -> None:
-        """Record the removal of a probe of `event`.
+        """Record the removal of a probe of `event`; after the last probe, record the event as removed.
 
         `filters`: texts of the event's filters before the removal. `missed`: number of the probe's missed
         hits.

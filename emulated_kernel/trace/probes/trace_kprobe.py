@@ -112,7 +112,7 @@ class ProbeEngine:
 
 @dataclass(eq=False, slots=True)
 class EventKprobe(Kprobe, LimitedSight):
-    """The kprobe that a TraceKprobe, `user`, registers with the probe engine."""
+    """The kprobe that a TraceKprobe registers with the probe engine; `user` is this TraceKprobe."""
 
     user: TraceKprobe = field(kw_only=True)
 
@@ -256,7 +256,7 @@ class TraceKprobe(TraceProbe):
 
     @property
     def nmissed(self) -> int:
-        """Number of missed hits since the probe was registered or the number was last set."""
+        """Number of missed hits since the probe was registered or the number was set; 0 if not registered."""
         return 0 if self.handle is None else self.handle.nmissed
 
     @nmissed.setter
@@ -469,7 +469,7 @@ class TraceKprobe(TraceProbe):
     def hit(self, hit: ProbeHit, address: int = 0) -> None:
         """Count the hit. If the event is enabled and no filter rejects the hit, record it.
 
-        `address` is recorded instead of the probe's address if it is not 0.
+        `address`: the address to record; 0 means the probe's own address.
 
         Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
         """

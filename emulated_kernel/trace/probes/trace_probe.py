@@ -302,7 +302,8 @@ class ProbeKind(EventKind[P]):
     def note_switched(self, event: ProbeTraceEvent) -> None:
         """Handle the enabling or disabling of `event`. By default, do nothing.
 
-        This method is called after the event is enabled, and both before and after it is disabled.
+        This method is called once after the event is enabled. It is called twice when the event is disabled:
+        before and after that.
         """
 
     def _insert(self, probe: P) -> None:

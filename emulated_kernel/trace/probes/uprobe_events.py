@@ -111,7 +111,7 @@ class TraceUprobe(TraceProbe):
         return "r" if self.place.is_return else "p"
 
     def profile(self) -> str:
-        """Return the probe's line in uprobe_profile, which always has 0 hits."""
+        """Return the probe's line in uprobe_profile; the number of hits in it is always 0."""
         return f"  {to_text(self.place.path)} {self.event.name:<44} {0:>15}\n"
 
 

@@ -52,7 +52,7 @@ class Consumed(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStats:
-    """Counters of a ring buffer, with their names in per_cpu/cpuN/stats; `size` is `bytes` in that file."""
+    """Counters of a ring buffer, named as in per_cpu/cpuN/stats, except `size`, which is `bytes` there."""
 
     entries: int
     overrun: int
@@ -389,7 +389,7 @@ class RingBuffer(RingWriter):
         control.changing = 0
 
     def retire(self) -> None:
-        """Mark all cursors on the buffer as stale, because its memory will be used for something else."""
+        """Mark all cursors on the buffer as stale, because the buffer's memory will get another use."""
         self.generation += 1
 
     def kept(self, nr_pages: int) -> list[bytes]:
@@ -410,9 +410,9 @@ class RingBuffer(RingWriter):
     ) -> None:
         """Move the events to the memory `place`, which has `nr_pages` sub-buffers.
 
-        `place` may have the same control block or another one. If not all events fit, the oldest
-        sub-buffers are overrun. The caller must release the old pages after guest code has stopped writing
-        to them.
+        `place` may have the same control block or another one. If not all events fit, those of the oldest
+        sub-buffers are dropped, and count as overwritten. The caller must release the old pages after guest
+        code has stopped writing to them.
         `images`: the result of kept(nr_pages) if `place` overlaps the old pages; otherwise None.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
         """

@@ -68,7 +68,7 @@ class _IntactEvents:
     stamp: int
     """Time of the last valid event."""
     is_whole: bool
-    """Whether all data in the range are valid events."""
+    """Whether walk() found nothing but valid events in its whole range."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class UnreadableControlBlock(ValueError):
     """Exception for bytes that are not a valid control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
-        """Store `lost`, the number of unread records according to the counters of the block."""
+        """Create the exception. `lost`: number of unread records according to the counters of the block."""
         super().__init__(message)
         self.lost = lost
 
@@ -271,7 +271,10 @@ class _DamagedBuffer:
         control.write_stamp = unread.stamp
 
     def keep_counts(self, unread: int, size: int) -> None:
-        """Set the counters so that all pages together have `unread` unread events of `size` bytes."""
+        """Set the counters so that all pages together have `unread` unread events of `size` bytes.
+
+        Also set implausible counters to 0, and the flag DISABLED, which keeps recording off.
+        """
         control = self.control
         for word in ("overrun", "dropped", "read", "read_bytes"):
             if getattr(control, word) >= _COUNT_LIMIT:

@@ -143,15 +143,15 @@ class RingMemory:
     pages: memoryview
     """Writable memory of at least memory_size(nr_pages) bytes, with any content."""
     address: int = 0
-    """Guest address of the pages."""
+    """Guest address of the pages; 0 if no guest code uses them."""
     control: memoryview | None = None
     """Writable memory of the control block. If it is None, the start of `pages` is the control block."""
     control_at: int = 0
     """Offset of the control block from the per-CPU base of the buffer's CPU, in bytes, for guest code."""
     release: Callable[[], None] = _keep
-    """Frees the pages."""
+    """Function that frees the pages."""
     report: Callable[[str, object], None] = _ignore
-    """Reports that the guest has damaged the memory; arguments: name of the data, and the damage."""
+    """Function to call if the guest has damaged the memory; arguments: name of the data, and the damage."""
 
     @property
     def control_block(self) -> memoryview:
@@ -172,7 +172,7 @@ class RingControls:
     offset: int = 0
     """Offset of the control blocks from the per-CPU bases, in bytes."""
     release: Callable[[], None] = _keep
-    """Frees the control blocks."""
+    """Function that frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
         """Return a copy of `pages` that has the control block of `cpu`. The memory is not copied."""
@@ -188,9 +188,9 @@ class RecordTarget:
     saves_comm: bool
     """Whether a record of a task also stores the task's name for the file saved_cmdlines."""
     make_room: Callable[[], bool]
-    """Function of the host that guest code calls. It calls RingBuffer.make_room() of the CPU's buffer.
+    """Function of the host that guest code calls if there is no room or a time extend is needed.
 
-    It returns the result of make_room().
+    It calls RingBuffer.make_room() of the CPU's buffer, and returns the result; False: drop the event.
     """
     order: int = 0
     """Order of the buffers' sub-buffers, which have 4096 << order bytes."""

@@ -57,7 +57,7 @@ class ClockSource:
         self._clock = clock
         self._counter = 0
         self._latest: dict[int, int] = {}
-        """clockid_t -> latest time that was returned. Times never decrease, because buffers need an order."""
+        """clockid_t -> latest time returned. Later results are never smaller, as ring buffers require."""
 
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
         """Return a function that converts nanoseconds to the units of `clock`.
@@ -70,10 +70,10 @@ class ClockSource:
         return {COUNTER: self._count, UPTIME: _uptime}.get(clock)
 
     def _host_time(self, host_clock: int, ns: int) -> int:
-        """Return the time of the host's clock `host_clock` at the guest's time `ns`, which was just read.
+        """Return the time of the host's clock `host_clock` at the guest's time `ns`.
 
-        If the guest's clock is virtual, return `ns`, because a virtual clock is independent of the host's
-        clocks.
+        `ns` was just read from the guest's clock. If this clock is virtual, return `ns`, because a virtual
+        clock is independent of the host's clocks.
         """
         if self._clock.is_virtual:
             return ns

@@ -70,7 +70,7 @@ class EventField:
     size: int
     is_signed: bool
     length: int = 0
-    """Number of elements of an array in a static event; 0 for all other fields, and for events of probes."""
+    """Number of elements if the field is an array in a static event; 0 for any other field."""
 
     def format_line(self) -> str:
         """Return the field's line of a `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""

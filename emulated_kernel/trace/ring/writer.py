@@ -86,7 +86,10 @@ class RingWriter:
     )
 
     def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True, order: int = 0) -> None:
-        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers of 4096 << order bytes."""
+        """Format the memory `place` as an empty buffer with `nr_pages` sub-buffers of 4096 << order bytes.
+
+        `overwrite`: whether a full buffer overwrites its oldest events; if not, it drops new ones.
+        """
         self._begin(order)
         self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
@@ -186,7 +189,7 @@ class RingWriter:
         return min(self._table[SLOTS + slot], self.nr_pages)
 
     def check(self) -> tuple[int, ...]:
-        """Check the control block. If guest code has damaged it, so that it is invalid, empty the buffer.
+        """Check the control block. If guest code has made it invalid, empty the buffer.
 
         Return the words of the control block up to `entries_bytes`.
         """

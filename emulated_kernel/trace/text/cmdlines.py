@@ -91,7 +91,7 @@ class SavedCmdlines(TaskNames):
             self.keep_in(kept)
 
     def save(self, pid: int, comm: str) -> None:
-        """Store `comm` as the name of the task `pid`. The idle task (pid 0) needs no entry."""
+        """Store `comm` as the name of the task `pid`. Do nothing for the idle task, whose pid is 0."""
         if not pid:
             return
         key = pid & (PID_MAX_DEFAULT - 1)

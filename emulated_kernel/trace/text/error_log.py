@@ -104,7 +104,7 @@ class LastCommandLog:
 
     @contextmanager
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
-        """Replace a KernelError of the `with` block: log `error`, and raise the exception of error().
+        """If the `with` block raises KernelError, log `error`, and raise the exception of error() instead.
 
         The new exception has the errno of the old one. `culprit` is the wrong text in the command.
         """

@@ -67,7 +67,7 @@ class WordParser:
 
 
 def take_word(data: bytes, start: int = 0) -> tuple[bytes, int]:
-    """Return the first word of `data` from the index `start` on, and the number of bytes taken.
+    """Return the first word of `data` from the index `start` on (b"" if none), and the number of bytes taken.
 
     This function is for files in which a word cannot continue in the next write.
     Raises: KernelError EINVAL (more than WORD_MAX bytes).

@@ -77,7 +77,7 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _functions(self) -> dict[int, _Entry]:
-        """Return a cached map: fentry site -> function.
+        """Return a cached map: fentry site -> function, as its name or as a TraceableFunction (see _Entry).
 
         The map is built when it is first used, because finding the names takes a tenth of a boot's time.
         """

@@ -48,7 +48,11 @@ class GraphUser(ABC):
 
     @abstractmethod
     def returned(self, instance: RethookNode, regs: Any, /) -> None:
-        """Handle the return of a hooked call. `instance` holds the data that entered() returned."""
+        """Handle the return of a hooked call.
+
+        `instance`: the call's node on the shadow stack, with the data that entered() returned. `regs`: the
+        registers at the return.
+        """
 
     def compiled(self) -> CompiledGraph | None:
         """Return the settings of guest code for entered() and returned(), or None if Python must run them."""

@@ -128,7 +128,7 @@ class ShownFunctions(Protocol):
 
 
 class _ShownSites(NamedTuple):
-    """The functions that a file shows as long as it is open for reading."""
+    """The functions of a set at the time when a file was opened for reading, which the file shows."""
 
     sites: frozenset[int]
     is_empty: bool
@@ -151,7 +151,7 @@ class FilterEdit(WordEdit):
             self.clear()
 
     def clear(self) -> None:
-        """Remove all functions from the open file's copy of the set.
+        """Remove all functions from the open file's copy of the set, which then counts as empty.
 
         Linux: selections that wait for a module are removed at once from the set in use, not only from the
         copy.
@@ -190,8 +190,8 @@ class FunctionSet(EditedSet):
     ) -> None:
         """Create an empty set. `changed` is called after each change of the set.
 
-        The file shows `title` while the set is empty. If `waiting_counts` is set, a set with selections that
-        wait for a module does not count as empty.
+        The file shows `title` while the set is empty. `waiting_counts`: whether a set whose only selections
+        wait for a module counts as not empty.
         """
         self._functions = functions
         self._title = title
@@ -207,7 +207,8 @@ class FunctionSet(EditedSet):
     def is_empty(self) -> bool:
         """Whether no selection was made.
 
-        A set is not empty if it has lost functions with their modules, or if `waits` is True.
+        A set without functions still has a selection if it lost functions with their modules, or if `waits`
+        is True.
         Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1).
         """
         return not (self.sites or self.lost_functions or self.waits)
@@ -242,9 +243,9 @@ class FunctionSet(EditedSet):
         """Execute FUNCTIONS:mod:MODULE: select functions of one module, now or when the module is loaded.
 
         If "!" precedes the pattern, remove the functions, or the selection that waits for the module.
-        Functions are selected in `edit`, the open file's copy of the set, which replaces the set at
-        close().
-        Linux: a selection that waits for a module is added to the set, or removed from it, at once.
+        Functions are selected in `edit`, the open file's copy of the set, which replaces the set at close().
+        Linux: a selection that waits for a module is added to the set, or removed from it, at once. In this
+        case, set `edit.has_awaited`.
         Raises: KernelError EINVAL (no function of the loaded module matches, or no such selection waits).
         Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
         """

@@ -64,7 +64,7 @@ class _Probes(dict[int, FunctionProbe]):
         self._user = hooks.user(self._fire, lambda: "function_trace_probe_call")
 
     def changed(self) -> None:
-        """Attach to the fentry sites that have a command now, and detach from all others."""
+        """Handle a change of the commands: attach to the sites that have one, and detach from all others."""
         if self:
             self._hooks.attach(self._user, self.keys())
         else:
@@ -210,7 +210,7 @@ class FunctionProbes:
         return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
-        """Switch recording on or off. Return False if recording was already in this state.
+        """Switch recording on or off, and return True; return False if recording was already in this state.
 
         Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1).
         """

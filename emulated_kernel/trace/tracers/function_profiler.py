@@ -37,6 +37,7 @@ class _Profile:
     def variance(self) -> int:
         """Return the variance s^2 of the durations in thousandths of a square microsecond.
 
+        The result is 0 for fewer than two calls.
         Mirrors: function_stat_show (v6.1).
         """
         n = self.counter

@@ -86,7 +86,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
             self._update()
 
     def rewired(self) -> None:
-        """Drop the guest code, which was compiled for the old buffers or lists of pids."""
+        """Drop the guest code, because it was compiled for buffers or lists of pids that have changed."""
         self._calls.settings_changed()
 
     def remove(self) -> None:
@@ -155,7 +155,8 @@ class FilterFile(FunctionSet):
     def shown_from(self, index: int, shown: ShownFunctions) -> Iterator[str]:
         """Return the lines of functions and then commands, from line `index` on, for one read(2).
 
-        If line `index` is the last one of a function, the read ends after this line.
+        If line `index` is the last of the functions' lines, return only this line; the next read returns the
+        commands.
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
         lines = list(islice(self._lines(shown), index, index + 2))

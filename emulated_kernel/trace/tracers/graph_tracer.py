@@ -97,7 +97,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             self._graph.user_changed()
 
     def rewired(self) -> None:
-        """Drop the guest code, which was compiled for the old buffers or lists of pids."""
+        """Drop the guest code, because it was compiled for buffers or lists of pids that have changed."""
         self._graph.user_changed()
 
     def compiled(self) -> CompiledGraph | None:
@@ -185,7 +185,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Record the return of a call, unless set_graph_notrace hides it or it was below tracing_thresh.
+        """Record a call's return, unless set_graph_notrace hides the call or tracing_thresh was not reached.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """

@@ -27,7 +27,7 @@ class SleepTimes:
     def __init__(self, points: Mapping[str, Tracepoint], system: TracingServices) -> None:
         """Find the fields of sched_switch. `points` maps GROUP:EVENT -> tracepoint of the kernel.
 
-        If the image has no events, no times are measured.
+        If `points` has no sched_switch, no times are measured.
         """
         event = system.events.find("sched", "sched_switch")
         fields = () if event is None else event.fields

@@ -46,7 +46,7 @@ class CountedTrigger(Trigger):
         self.act(hit)
 
     def would_change(self) -> bool:
-        """Return True if act() would change something now."""
+        """Return True if act() would change something now. By default, always return True."""
         return True
 
     @abstractmethod

@@ -76,7 +76,7 @@ class EventTriggers:
         words: FilterWords = NO_WORDS,
     ) -> None:
         self.words = words
-        """The features of event filters that the kernel's version supports."""
+        """The features of event filters that this kernel has in addition to those of Linux 6.1."""
         self.array = array
         self.registry = registry
         self.error_log = error_log
@@ -154,8 +154,8 @@ class EventTriggers:
 def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
     """Split `[PARAM] [if FILTER]`, and return PARAM and `if FILTER`.
 
-    An item is None if that part is missing. If `required` is False, PARAM is optional, and begins with a
-    digit.
+    An item is None if that part is missing. If `required` is True, `rest` begins with PARAM. Otherwise PARAM
+    is optional, and begins with a digit.
     Raises: KernelError EINVAL (the parameter is required, and `rest` is None).
     Mirrors: event_trigger_separate_filter (v6.1).
     """
@@ -172,7 +172,8 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 def parse_count(param: str | None) -> int:
     """Parse the count of a trigger; return UNLIMITED if `param` is None.
 
-    The text from a further colon on is ignored.
+    A colon in `param` and the text after it are ignored. As in Linux, the count is a signed long, so very
+    large numbers become negative.
     Raises: KernelError EINVAL (not a number), ERANGE (too large). Mirrors: event_trigger_parse_num (v6.1).
     """
     if param is None:

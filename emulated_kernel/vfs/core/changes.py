@@ -19,8 +19,8 @@ class ChangeWatcher(ABC):
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
         """Record that a write(2) took `data`, or that it failed and may have executed a part of `data`.
 
-        `handle`: the mount's handle of the open file. If `is_part` is set, the text after the last newline
-        continues in the next write.
+        `handle`: the mount's handle of the open file. `failed`: whether the write failed. `is_part`: whether
+        the next write continues the text after the last newline.
         """
 
     @abstractmethod

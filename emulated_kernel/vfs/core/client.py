@@ -32,9 +32,10 @@ class Client(NamedTuple):
     facts: object = None
     """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
     is_calling: bool = True
-    """False if the request is a read with which the host's kernel fills a page of its page cache.
+    """Whether a system call of the client makes the request. False: the host's kernel makes it.
 
-    Hazard: do not read the arguments of a system call in this case. They may point to memory in this page,
+    In that case, the request is a read that fills a page of the host's page cache.
+    Hazard: then do not read the arguments of the client's system call. They may point to memory in this page,
     which cannot be read until the page is filled.
     """
 
@@ -54,7 +55,7 @@ class Stat(NamedTuple):
     blocks: int = 0
     rdev: int = 0
     is_paged: bool = False
-    """Whether the file has pages that a front end may read for splice(2).
+    """Whether a front end may read the file in pages, by read_page(), for splice(2).
 
     A read of a page returns the whole page or fails with an errno.
     """

@@ -36,7 +36,8 @@ def explained(
 ) -> Callable[[bytes], Taken]:
     """Return a function that calls `execute`, and writes the message of a KernelError to the kernel log.
 
-    `file` names the file in the message. The writing process sees only the errno.
+    `file` names the file in the message. The KernelError is raised again, but the writing process sees only
+    the errno.
     """
 
     def explaining(data: bytes) -> Taken:
@@ -52,7 +53,7 @@ def explained(
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
     """Return a function like `execute` that writes the message of a step's KernelError to the kernel log.
 
-    `file` names the file in the message.
+    `file` names the file in the message. The KernelError is raised again.
     """
 
     def explaining(data: bytes) -> Steps:

@@ -95,7 +95,7 @@ def sysctl_int(data: bytes) -> int:
 
 
 def cpumask(data: bytes, cpus: int) -> int:
-    """Parse a CPU mask of `cpus` bits, which are hexadecimal chunks of 32 bits with commas between them.
+    """Parse a CPU mask of `cpus` bits: hexadecimal chunks of 32 bits with commas between them.
 
     Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).

@@ -141,7 +141,7 @@ class Node:
     def count_open(self, change: int) -> None:
         """Add `change`, 1 for an open and -1 for a close, to `open_files` of the directories above the node.
 
-        Skip a directory unless `is_kept_by_open_files` of its parent is set.
+        Only a directory whose parent has `is_kept_by_open_files` set counts open files.
         """
         if self.is_cached:
             return
@@ -195,7 +195,7 @@ class Directory(Node):
             child.inherit(uid, gid)
 
     def get(self, name: str) -> Node | None:
-        """Return the child called `name`, or None."""
+        """Return the child called `name`, or None if there is no such child."""
         return self._children.get(name)
 
     def names(self) -> list[str]:
@@ -342,9 +342,9 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Drop the members of removed objects.
+        """Drop the members of removed objects. Set `_limit`, the number of members that causes the next call.
 
-        A lookup of a removed object's name drops the object's member, too.
+        A lookup of a removed object's name also drops that object's member.
         """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}
@@ -377,7 +377,7 @@ class DynamicDirectory(Directory, Generic[T]):
         super().chown(uid, gid)
 
     def mkdir(self, name: str, mode: int) -> None:
-        """Create an object with the subdirectory `name`. Raises: KernelError EPERM (not supported)."""
+        """Create the object `name`, shown as a subdirectory. Raises: KernelError EPERM (not supported)."""
         if self._mkdir is None:
             super().mkdir(name, mode)
         else:

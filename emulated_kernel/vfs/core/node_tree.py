@@ -35,7 +35,7 @@ class NodeTree:
         `is_cached` of these nodes is set.
         """
         self.on_removal: Callable[[str], object] = _ignore
-        """Function to call with the control lock when the kernel has removed directories.
+        """Function to call, under the control lock, when the kernel has removed directories.
 
         Its argument is the last part of the removed directories' paths, such as GROUP/EVENT.
         """

@@ -51,10 +51,9 @@ class File(Node):
     """A regular file. Its open files, which are OpenFile objects, implement reading and writing."""
 
     runs_guest: ClassVar[bool] = False
-    """Whether a write to the file runs guest code, so that the writing task must sleep meanwhile."""
+    """Whether a write to the file runs guest code, during which the writing task must sleep."""
     notes_writer: ClassVar[bool] = False
-    """Whether a write makes a record of the current task, so that the writing task must be the current task.
-    """
+    """Whether a write records the current task, which must therefore be the writing task."""
     writer: ClassVar[HostfsWriter] = HostfsWriter.GENERAL
     """Function of the guest's kernel that write(2) calls for the file, as a member of HostfsWriter."""
     reads_host: ClassVar[bool] = False
@@ -65,7 +64,7 @@ class File(Node):
     replaces_kernel: ClassVar[bool] = False
     """Whether a write replaces this kernel by a new one. The write is not made by a guest task."""
     is_unseen: ClassVar[bool] = False
-    """Whether the guest repeats no read(2) of the file, so that a read hits no probe."""
+    """Whether read(2) of the file hits no probe, because the guest does not repeat the call."""
     opened_as: ClassVar[type[OpenFile]]
     """Class of the OpenFile objects. Its constructor raises the errors of Linux's open(2) for the file."""
     has_position: ClassVar[bool] = True
@@ -238,8 +237,8 @@ class OpenFile:
     ) -> Steps:
         """Do a write of `data` in steps, and return the number of bytes taken.
 
-        `prepared` is the result of prepare(), if it was called. If `is_part` is set, the text after the last
-        newline continues in the next write.
+        `prepared` is the result of prepare(), if it was called. `is_part`: whether the next write continues
+        the text after the last newline.
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), or the error of the file's command.
         """
         if not self.writable:
@@ -278,7 +277,7 @@ class OpenFile:
     def poll(self, notify: Callable[[], None] | None = None) -> int:
         """Return the mask of poll events that the file is ready for.
 
-        If the file is not ready, call `notify` once when the file becomes ready.
+        If the file is not ready and `notify` is not None, call `notify` once when the file becomes ready.
         """
         del notify
         return ALWAYS_READY

@@ -17,7 +17,7 @@ class PastRequests:
 
     def __init__(self) -> None:
         self.used: set[str] = set()
-        """Prefixes of those file systems in which a path below the prefix was used."""
+        """Mount prefixes of the file systems in which a path below the prefix was used."""
         self.missing: str | None = None
         """Path of the last file that a client tried to create where clients cannot create files."""
         self.refused: tuple[str, str, str] | None = None

@@ -17,7 +17,7 @@ class Stream(Protocol):
     def read(self, size: int, *, nonblock: bool = False) -> bytes:
         """Return at most `size` bytes, or b"" at the end of the stream. Raises: WouldBlock (no data yet).
 
-        `nonblock` is True if O_NONBLOCK is set for the open file now.
+        `nonblock`: whether O_NONBLOCK is set for the open file now.
         """
 
     def ready(self) -> bool:

@@ -90,7 +90,7 @@ class ProbeSwitches(NamedTuple):
     asked: str
     """The "0" or "1" that was written to the file `optimized` and still applies, or ""; see _asked()."""
     can_change: bool
-    """Whether the probes are registered and their code exists, so that the switches can be set."""
+    """Whether the switches can be set: the probes are registered, and the code of each still exists."""
 
 
 def probe_switches(kernel: KernelComponents) -> Iterator[ProbeSwitches]:
@@ -120,9 +120,10 @@ def probes_file(kernel: KernelComponents) -> SeqFile:
 class HistoryFile(StreamFile):
     """The file machine/history, with JSON lines about all kprobe events that were enabled.
 
-    The first line is about all trace arrays and histograms, also removed ones. Linux has no such file.
-    One iterator makes all lines that a reader gets, so that no event is missing if others are removed between
-    two reads.
+    The first line is about the mount's past requests, and about all trace arrays and histograms, also removed
+    ones. Linux has no such file.
+    All reads of an open file use one iterator. Therefore, no event is missing if other events are removed
+    between two reads.
     """
 
     is_unseen: ClassVar[bool] = True
@@ -165,7 +166,8 @@ def _is_enabled(found: Sequence[EventProbe]) -> bool:
 def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
     """Return the last value written to the file `optimized` if it still applies, else "".
 
-    "0" means that a probe's address is kept unoptimized, and "1" means that the event has djprobes.
+    `found`: the event's registered probes. "0": the address of one of the probes is kept unoptimized. "1": a
+    probe has a `length`, which makes it a djprobe (see Kprobe.length).
     """
     for kprobe in found:
         head = table.valid(kprobe)

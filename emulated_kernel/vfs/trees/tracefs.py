@@ -33,7 +33,10 @@ from emulated_kernel.vfs.trees.trace_array_files import (
 
 
 def tracefs_directory(trace: TracingComponents, further: Mapping[str, Node] | None = None) -> Directory:
-    """Return the root of tracefs, with `further` files (name -> node). Only the owner can access the root."""
+    """Return the top directory of tracefs, which only its owner can access.
+
+    `further`: name -> node of additional entries; None: there are none.
+    """
     return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace), **(further or {})})
 
 

@@ -89,7 +89,7 @@ class LastRecords:
     arrays: dict[str, tuple[ArrayPlace, PreviousBootRecords]]
     """Name of the instance that will show records -> (former location of the records, the records)."""
     torn: int = 0
-    """Number of records that were reserved in a ring buffer but not finished."""
+    """Number of records for which a ring buffer had reserved space, but which were not finished."""
     damage: list[str] = field(default_factory=list)
     """A message for each damaged ring buffer."""
 
@@ -100,7 +100,7 @@ class LastRecords:
 def read_records(
     file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
 ) -> tuple[LastRecords, SavedCmdlines]:
-    """Return the intact records, and the saved command names, in the file of a kernel equal to `kernel`.
+    """Return the intact records and the saved command names in `file`, written by a kernel equal to `kernel`.
 
     `places`: locations of the trace arrays in the file. `names_at`: offset of the saved command names in
     bytes.
@@ -150,7 +150,8 @@ class _PersistentReader:
     def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
         """Return a CPU's buffer and its snapshot buffer; each is empty if it is missing or damaged.
 
-        `found` gets the number of torn records and a description of the damage.
+        Add the number of unfinished records to `found.torn`, and append a message about damage to
+        `found.damage`.
         """
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
@@ -186,8 +187,8 @@ def _empty(order: int = 0) -> RingBuffer:
 def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords) -> list[RingBuffer]:
     """Return `buffers`; replace each buffer whose sub-buffers have the wrong size by an empty buffer.
 
-    The right size is that of the buffer with the most records. `found` gets a message about lost records. All
-    sub-buffers of a trace array must have one size, because guest code relies on this.
+    The right size is that of the buffer with the most records. Append a message about lost records to
+    `found.damage`. All sub-buffers of a trace array must have one size, because guest code relies on this.
     """
     order = max(buffers, key=len).order
     lost = sum(len(buffer) for buffer in buffers if buffer.order != order)

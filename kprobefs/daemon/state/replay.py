@@ -17,7 +17,7 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Name of the journal in error messages about its lines."""
+"""Text that stands for the journal in error messages about its lines."""
 
 
 class Replay:
@@ -34,7 +34,7 @@ class Replay:
         """
 
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
-        """Apply all entries; yield a message for each entry that succeeded earlier and fails now.
+        """Apply all entries; yield a message for each change that succeeded earlier and fails now.
 
         Raises: KeyError, TypeError, ValueError (the entries are not those of a journal of kprobefs).
         """

@@ -247,8 +247,8 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Save the kernel's records and the definitions of the mount's clients from now on.
 
         `definitions` returns the lines of all definitions and settings. `is_fresh`: there are no definitions
-        yet, so `definitions` is not called now. If saving is impossible, nothing is saved until the next
-        call, and the earlier state stays.
+        yet, so the journal starts empty; False: it starts with those that `definitions` returns. If saving is
+        impossible, nothing is saved until the next call, and the earlier state stays.
         """
         self._kernel = kernel
         self._mount = mount
@@ -340,7 +340,8 @@ class SavedState(ChangeWatcher, TaskObserver):
         """Append the change `entry` to the queue.
 
         If the change has created events or buffers, the entry gets the events' ids or the locations of all
-        buffers. If `is_awaited` is set, settle() of this thread waits until the entry is written.
+        buffers. `is_awaited`: the next settle() of this thread waits until the entry is written; False: it
+        does not wait for this entry. If there is no journal, do nothing.
         """
         if self._journal is None:
             return
@@ -430,8 +431,8 @@ class SavedState(ChangeWatcher, TaskObserver):
     def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
         """Save the bytes `data` that a write(2) to the open file `handle` took; see ChangeWatcher.
 
-        `failed`: the write has failed, and may have executed a part of `data`. `is_part`: the text after
-        the last newline continues in the next write.
+        `failed`: whether the write has failed; it may have executed a part of `data`. `is_part`: whether the
+        text after the last newline continues in the next write, so that it is no whole line.
         """
         if name := self._saved_file(path):
             self._written.add(handle)

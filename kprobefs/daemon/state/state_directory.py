@@ -20,9 +20,10 @@ LOCK_PAUSE = 0.05
 DIGITS = 9
 """Maximum size in bytes of the file in which the attempts to restore the state are counted."""
 ATTEMPTS = 3
-"""Number of attempts to restore a state after which no further attempt is made.
+"""Maximum number of attempts in a row to restore a state.
 
-An attempt counts until a start has restored the state. So a start that is killed meanwhile stays counted.
+An attempt is counted when it begins, and a successful one resets the count. So an attempt in which the daemon
+is killed counts as failed.
 """
 TROUBLE = "trouble "
 """Start of a line of machine/state about a part of the state that could not be restored.
@@ -42,8 +43,8 @@ _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 def pending_warnings(directory: str) -> list[str]:
     """Return the warnings in machine/state of the new mount on `directory`.
 
-    The warnings name the parts of the state that were not restored. If nothing is saved, they name the
-    reason.
+    The warnings name the parts of the state that were not restored, and the reason if changes are not saved.
+    Return an empty list if there are none, or if machine/state cannot be read.
     """
     from kprobefs.definitions.tracefs_files import control_root
 
@@ -146,7 +147,7 @@ class StateDirectory:
     def set_aside(self, *paths: Path) -> list[str]:
         """Rename files that cannot be used, so that users can inspect the latest file of each kind.
 
-        Return the new names.
+        Return the new names, each once. A file that cannot be renamed is left out.
         """
         return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 

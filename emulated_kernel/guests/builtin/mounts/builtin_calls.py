@@ -63,8 +63,7 @@ class BuiltinCalls(GuestCalls):
     def informed_of_file(self, client: Client) -> Client:
         """Return the client with the facts that a read or write of an open file needs; see GuestCalls.
 
-        The only such fact is the number of the descriptor in the client's call. If no probe can see this
-        number, the client's call is not read.
+        Facts that no probe can see are not read.
         """
         if not self._watched.include(_TRANSFERS):
             return client
@@ -76,11 +75,18 @@ class BuiltinCalls(GuestCalls):
         return self._clients.informed(client, _TRANSFERS)
 
     def looked_up(self, client: Client, path: str, found: Stat | None) -> None:
-        """Repeat the client's call if it ends with the lookup of `path`; see GuestCalls."""
+        """Repeat in the guest a client's call that ends with the lookup of `path`; see GuestCalls.
+
+        If the client's call does not end there, do nothing. `found`: the attributes of `path`; None if it
+        does not exist.
+        """
         self._clients.looked_up(client, path, found, self.on_file)
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """Repeat the client's call on a descriptor if the call is one of `names`; see GuestCalls."""
+        """Repeat in the guest the client's call on a descriptor, if it is one of `names`; see GuestCalls.
+
+        `file`: the file of the descriptor; None for any file with the path `path` that the guest has open.
+        """
         call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
             return
@@ -93,9 +99,11 @@ class BuiltinCalls(GuestCalls):
     def repeat_call(
         self, client: Client, path: str, names: Collection[str], by_fd: Collection[str] = (), *more: str
     ) -> None:
-        """Repeat the client's call on a file if the call is one of `names` or `by_fd`; see GuestCalls.
+        """Repeat the client's call on a file in the guest, and ignore errors of the guest; see GuestCalls.
 
-        The repeated call changes nothing in the guest.
+        A call by paths must be one of `names`, and a call on a descriptor one of `by_fd`; any other call is
+        not repeated. `path` and `more`: the paths of the call. The repeated call changes nothing in the
+        guest.
         """
         call = facts_of(client).call
         if call is None:
@@ -108,13 +116,13 @@ class BuiltinCalls(GuestCalls):
                 self.on_file(client, path, None, by_fd)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat the client's change of its working directory; see GuestCalls."""
+        """Repeat in the guest the client's change of its working directory; see GuestCalls."""
         self._clients.chdir(client, path)
 
     def follow_processes(self) -> None:
-        """Repeat the forks and exits of clients' processes in the guest; see GuestCalls.
+        """Repeat in the guest the forks and exits of clients' host processes; see GuestCalls.
 
-        Without this call, the next request would repeat them.
+        Otherwise they would be repeated only at the next request.
         """
         processes = self._guest.processes
         if processes.has_news():

@@ -148,10 +148,9 @@ class ClientCalls:
                 self.as_called(client, call, walks, exists=found is not None)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat a client's change of its working directory to `path` in the guest.
+        """Repeat in the guest a client's change of its working directory to `path`.
 
-        Ignore the guest's errors. If the client's call is not known to be chdir(2) or fchdir(2), do
-        nothing.
+        Ignore the guest's errors. If the client's call is not known to be chdir(2) or fchdir(2), do nothing.
         """
         call = facts_of(client).call
         if call is None or call.name not in ("chdir", "fchdir"):
@@ -163,10 +162,10 @@ class ClientCalls:
                 self._syscalls.with_path(self.task(client), "chdir", path)
 
     def listed(self, client: Client, fd: int | None) -> None:
-        """Repeat a client's getdents64(2) on a directory in the guest, and ignore the guest's errors.
+        """Repeat in the guest a client's getdents64(2) on a directory, and ignore the guest's errors.
 
-        `fd`: the guest's descriptor of the directory; None if the guest has not opened the directory. If
-        `fd` is None, or the client's call is not known to be getdents64(2), do nothing.
+        `fd`: the guest's descriptor of the directory; None if the guest has not opened the directory. If `fd`
+        is None, or the client's call is not known to be getdents64(2), do nothing.
         """
         call = facts_of(client).call
         if call is not None and call.name == "getdents64" and fd is not None:

@@ -276,7 +276,7 @@ class ScratchFs(FileSystem):
             return self._sys.look_link(path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Repeat a client's change of its working directory in the guest; see FileSystem."""
+        """Repeat in the guest a client's change of its working directory; see FileSystem."""
         with self.lock:
             self.calls.chdir(client, path)
 
@@ -388,10 +388,11 @@ class ScratchFs(FileSystem):
     def on_file(
         self, client: Client, path: str, file: ScratchFile | None, names: Collection[str]
     ) -> int | None:
-        """Repeat the client's call on a descriptor in the guest, if the call is one of `names`.
+        """Repeat in the guest the client's call on a descriptor, if the call is one of `names`.
 
-        `file`: the file that the descriptor refers to; None for any open file with the path `path`. Return
-        the call's result, or None if no call was made.
+        `file`: the file that the descriptor refers to; None for any file with the path `path` that the guest
+        has open. Return the call's result, or None if no call was made. After an lseek(2), update the
+        position of `file`.
         """
         call = facts_of(client).call
         if call is None or call.fd is None or call.name not in names:
@@ -420,10 +421,10 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Repeat the client's system call in the guest, if it is one of `names`.
+        """Repeat the client's system call in the guest, if it is one of `names`; return whether it was.
 
-        Return True if the call was repeated. `walks`: paths of the call, relative to the mount's root. The
-        client's call must have as many paths.
+        `walks`: paths of the call, relative to the mount's root. The client's call must have as many paths;
+        otherwise it is not repeated.
         """
         call = facts_of(client).call
         if call is None or call.name not in names or not call.names(len(walks)):

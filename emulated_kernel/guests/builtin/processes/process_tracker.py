@@ -77,8 +77,9 @@ class ProcessTracker(TaskObserver):
     ) -> ClientFacts:
         """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
 
-        `unshown`: the result of unshown_program(). `instead`: see client_call(). `needs_fd`: if the client's
-        call is an open(2), also find the descriptor that the call will return.
+        `unshown`: the name that unshown_program() has returned; if it is None, the program's path is not
+        read. `instead`: see client_call(). `needs_fd`: if the client's call is an open(2), also find the
+        descriptor that the call will return.
         """
         watch = self._watch
         pid = client.pid
@@ -91,7 +92,7 @@ class ProcessTracker(TaskObserver):
     def unshown_program(self, pid: int) -> str | None:
         """Return the name of a client whose latest execve(2) the guest has not repeated. Lock: needs.
 
-        Return None if the guest has repeated the latest execve(2) of the client.
+        Return None if the guest has repeated it, or if the client has ended.
         """
         if pid <= INIT_PID:
             return None
@@ -208,7 +209,7 @@ class ProcessTracker(TaskObserver):
         return bool(self._forked or self._ended) or self._has_new_name()
 
     def _has_new_name(self) -> bool:
-        """Return True if a recently forked process has executed a program, so that its name has changed."""
+        """Return True if a recently forked process has got a new name by executing a program."""
         if monotonic() > self._unnamed_until:
             return False
         names = ((task.comm, self._watch.comm(task.pid)) for task in self._unnamed)
@@ -327,7 +328,7 @@ class ProcessTracker(TaskObserver):
         return task
 
     def _set_owner(self, task: GuestTask, uid: int, gid: int) -> None:
-        """Set the task's user and group if the process has changed them."""
+        """Set the task's user and group to `uid` and `gid`, if they differ from those of the task."""
         if (uid, gid) != (task.uid, task.gid):
             self._kernel.set_owner(task.addr, uid, gid)
             task.uid = uid

@@ -42,6 +42,6 @@ def read_log(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> 
 def _size_of(data: bytes, index: int) -> int:
     """Return the size in bytes of the record at the offset `index` in the log's ring.
 
-    The size is 0 if there is no record, because the next record is at the start of the ring.
+    0 means that no record is at this offset, and that the next one is at the start of the ring.
     """
     return int(_RECORD.unpack_from(data, index)[2])

@@ -92,7 +92,7 @@ class ModuleReader:
         )
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
-        """Return address -> content for the parts `parts` of a module; parts without memory are left out."""
+        """Return address -> content for each of `parts`, ranges of a module's memory, except empty ones."""
         present = [part for part in parts if part.start]
         return {part.start: self._reader.read(part.start, part.end - part.start) for part in present}
 

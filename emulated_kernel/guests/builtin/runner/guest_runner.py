@@ -29,7 +29,7 @@ SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
 """Hypercalls by which a system call requests a service of the host; GuestRunner._serve answers them."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
-"""Seconds until the next attempt to interrupt an overlong run, if an interrupt can't be delivered yet."""
+"""Seconds until the runner tries again to interrupt an overlong run, if no interrupt can be taken now."""
 MAX_WATCHDOGS = 4
 """Maximum number of watchdog interrupts of an overlong run. If the run continues, the guest is dead."""
 AFTER_WATCHDOG = 0.25
@@ -118,7 +118,7 @@ class CpuPosition(Enum):
     DEAD = auto()
     """Stopped for ever: the guest has panicked or was declared dead."""
     UNDERWAY = auto()
-    """Elsewhere in the kernel: the CPU runs on in its next turn."""
+    """Elsewhere in the kernel: in its next turn, the CPU continues there."""
     ANSWERED = auto()
     """At a hypercall that the host has answered; the CPU has not resumed, and takes no interrupt."""
     OFFLINE = auto()
@@ -186,7 +186,7 @@ class GuestRunner:
         self._tasks[task.addr] = task
 
     def is_alive(self, task: GuestTask) -> bool:
-        """Return True if the task has not ended, so that `addr` is still the address of its task_struct."""
+        """Return True if the task has not ended. Then `task.addr` is still the address of its task_struct."""
         return task.addr in self._tasks
 
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
@@ -234,7 +234,7 @@ class GuestRunner:
             raise KernelError(errno.EDEADLK, "guest: it is running; call again when the handler has returned")
 
     def exit(self, task: GuestTask, nr: int) -> None:
-        """Make the exit call of a task, with the call's number `nr`. The call does not return.
+        """Make a task end itself by the system call with the number `nr`, which does not return.
 
         Raises: as `syscall`, except for the error that the call has killed the task.
         """
@@ -284,7 +284,7 @@ class GuestRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a system call is in progress, so that another call would be nested in it."""
+        """Whether a system call is in progress. Another call would then be nested in it."""
         return self._depth > 0
 
     def _run_to_end(self, task: GuestTask) -> int:
@@ -322,7 +322,10 @@ class GuestRunner:
         return request.result
 
     def _ends_overdue(self) -> bool:
-        """Declare the guest dead and return True if the current system call takes too long; else False."""
+        """Return True, and declare the guest dead, if the current system call takes too long.
+
+        Return False otherwise, also if the guest is dead already.
+        """
         if self.is_dead or not self._call_time.is_over():
             return False
         self._die(f"a system call kept it busy for {self._call_time.limit:g} s")
@@ -331,7 +334,10 @@ class GuestRunner:
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
         """Run `action`, which was deferred until the task sleeps; return its result, or a negative errno.
 
-        The task then repeats the file operation in `request`, which gets the same result.
+        The task then repeats the file operation in `request`; this operation gets the result of `action`. If
+        `action` raises an unexpected exception, keep it in `request.failure`, and return -EIO.
+
+        Raises: YieldLock (by `action`).
         """
         request.elsewhere = None
         try:
@@ -388,9 +394,9 @@ class GuestRunner:
         return False
 
     def _start_call(self) -> None:
-        """Make the current task, which is in user mode, begin its requested system call.
+        """Make the current task, which is in user mode, begin the system call in its `request`.
 
-        If no call is requested, or the task has begun it already, put the task to sleep.
+        If it has no request, or has begun the call already, put the task to sleep.
         """
         task = self._user
         request = None if task is None else task.request
@@ -441,10 +447,7 @@ class GuestRunner:
         return None
 
     def _ends_handler(self, trap: Trap) -> bool:
-        """End a probe's handler that loops, as if the handler had faulted; return True.
-
-        Return False if no such handler runs at `trap`.
-        """
+        """If a probe's handler loops at `trap`, end it as if it had faulted, and return True; else False."""
         machine = self._machine
         return any(deal_with(trap, machine.regs) for deal_with in machine.hooks.fault_hooks)
 
@@ -481,7 +484,10 @@ class GuestRunner:
             self._die(f"it can't be interrupted: {fault}")
 
     def _enter_user(self, last_result: int) -> None:
-        """Record that a task has entered user mode. `last_result` is the result of the task's system call."""
+        """Record that a task has returned from the kernel to user mode.
+
+        `last_result`: the result of the task's system call.
+        """
         self._reap()
         task = self._tasks.get(self._kernel.current_task())
         self._at = CpuPosition.USER

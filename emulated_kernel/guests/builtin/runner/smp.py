@@ -54,7 +54,7 @@ class SmpGuestRunner(GuestRunner):
         self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
             (CpuPosition.OFFLINE, None)
         ] * machine.config.cpus
-        """Index: number of a CPU. Item: its position, and its task in user mode or None.
+        """Number of a CPU -> (position of the CPU, its task in user mode or None).
 
         The item of the current CPU is out of date.
         """
@@ -94,7 +94,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return the position of CPU `number` and its task.
+        """Return where CPU `number` is, and its task in user mode.
 
         The task is None if the CPU is not in user mode.
         """
@@ -174,10 +174,10 @@ class SmpGuestRunner(GuestRunner):
                 self._run_for_sync(number)
 
     def _is_other(self, number: int) -> bool:
-        """Return True if sync_core() must interrupt CPU `number`: it is online, and does not patch the text.
+        """Return True if CPU `number` is online and must be interrupted by sync_core().
 
-        The current CPU patches text, unless it was left in the middle of kernel code while no hypercall is
-        served.
+        The current CPU need not be, because it patches the text. The exception is a current CPU that was left
+        in the middle of kernel code, while no hypercall is served: then it is not the one that patches.
         """
         at = self._seat(number)[0]
         if number == self._machine.cpu:
@@ -388,9 +388,9 @@ class SmpGuestRunner(GuestRunner):
         return True
 
     def _rouse(self, task: GuestTask) -> bool:
-        """Wake a sleeping task on an idle CPU, or else on the CPU on which the task ran last; return True.
+        """Wake the sleeping task `task`, preferably on an idle CPU; return False if no CPU can take it.
 
-        Return False if no CPU is idle, and the CPU on which the task ran last has no task in user mode.
+        Without an idle CPU, it is woken on the CPU on which it ran last, if that CPU has a task in user mode.
         """
         last = self._kernel.cpu_of(task.addr)
         idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)

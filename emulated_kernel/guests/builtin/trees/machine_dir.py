@@ -51,6 +51,7 @@ def machine_tree(
         """Return a function that lists the records of `show` for a client.
 
         `show(True)` yields records with 0 in place of addresses, for clients that may not see addresses.
+        `show(False)` yields records with the addresses.
         """
         return lambda client: listing(lambda: show(not owner.is_privileged(client)))
 

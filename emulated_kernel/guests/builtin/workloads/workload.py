@@ -63,11 +63,11 @@ class BuiltinWorkloads:
         return BackgroundWorkload(self._guest, kind, pid)
 
     def slice_begins(self) -> None:
-        """Count a request, so that due delayed work is done; see WorkloadHost."""
+        """Count the slice as a request, and run the delayed work that is due; see WorkloadHost."""
         self._requests.request_begins()
 
     def slice_ends(self) -> None:
-        """Do nothing, because no work follows a client's request; see WorkloadHost."""
+        """Do nothing, because this kernel has nothing to do after a client's request; see WorkloadHost."""
 
 
 class BackgroundWorkload:

@@ -21,7 +21,7 @@ from emulated_kernel.machine.memory.paging import LARGE_PAGE_SIZE
 from emulated_kernel.machine.traps.trap import GuestFault
 
 HOST_SIZE = 64 << 20
-"""Size in bytes of the end of RAM, which belongs to the host and is not in the guest's memory map."""
+"""Size in bytes of the host's area at the end of RAM. It is not in the guest's memory map."""
 RAM_SIZE = (128 << 20) + HOST_SIZE
 _LONGEST_LINE = 2048
 """Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""

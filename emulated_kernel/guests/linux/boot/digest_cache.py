@@ -20,7 +20,7 @@ from emulated_kernel.util.safe_read import identity, open_regular, replace_file
 SUFFIX = ".read"
 MAKING = ".reading-"
 _LIMIT = 32
-"""Maximum number of notes (files with remembered results); the least recently used ones are removed."""
+"""Maximum number of notes (remembered results); if there are more, the least recently used are removed."""
 _LONGEST = 256
 _SECOND = 10**9
 _SETTLED = 2.0
@@ -82,9 +82,10 @@ def remember(reading: Reading, text: str) -> None:
 
 
 def last_read(directory: Path, file: int) -> float:
-    """Return the time of the last write or use of a file's note, in seconds since 1970.
+    """Return when the note of a file was last written or used, in seconds since 1970.
 
-    Return 0 if the file has no note. `directory`: contains the notes. `file`: descriptor of the file.
+    Return 0 if the file has no note, which is a remembered result. `directory`: contains the notes. `file`:
+    descriptor of the file.
     """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime

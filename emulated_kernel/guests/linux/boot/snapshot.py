@@ -67,7 +67,7 @@ LIMIT = 600 << 20
 """Maximum size of all snapshots on disk in bytes; the least recently used ones are removed first."""
 _SUFFIX = ".booted"
 _TABLES = ".tables"
-"""Suffix in the name of a snapshot that has no machine, but only the tables of a kernel's file."""
+"""Suffix of the name of a snapshot without RAM and CPU state, which only has tables from a kernel's file."""
 _WHOLE = "whole"
 """Text that the digest cache remembers for a snapshot whose checksums were found to be right."""
 _HASH = "[0-9a-f]{64}"
@@ -202,9 +202,9 @@ def save(
     """Write a snapshot of a machine. The file appears at `target` when it is complete. Raises: OSError.
 
     `facts`: offsets in the kernel's structures. `cells`: result of find_cells(), the offsets of words in
-    Unicorn's CPU state. `source`: path of the kernel's file. `parts`: name -> further data to keep. `shown`:
-    the production CPU that the guest sees; None if it sees the emulated CPU. `boot_seconds`: CPU time of the
-    boot. `seed`: seed of the kernel's random numbers.
+    Unicorn's CPU state. `source`: path of the kernel's file. `parts`: name -> data to store after RAM, such
+    as the kernel's tables. `shown`: the production CPU that the guest sees; None if it sees the emulated CPU.
+    `boot_seconds`: CPU time of the boot. `seed`: seed of the kernel's random numbers.
     """
     about = {
         "boot_seconds": boot_seconds,
@@ -226,10 +226,10 @@ def save(
 
 
 def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] | None:
-    """Load the snapshot `source` without its machine; return (name -> further data, production CPU).
+    """Load only the tables of the snapshot `source`; return (name -> data, production CPU of the guest).
 
-    The second item is None if the guest sees the emulated CPU. If the file is missing or damaged, return
-    None; a damaged file is removed.
+    The second item is None if the guest sees the emulated CPU. If the file is missing or damaged, or has no
+    tables, return None. Remove a file that exists but cannot be used.
     """
     return load_as(source, lambda kept: (kept.parts, _shown(kept.about)), with_parts=True)
 
@@ -237,7 +237,7 @@ def load_tables(source: Path) -> tuple[dict[str, memoryview], ShownCpu | None] |
 def save_tables(
     target: Path, kernel: LinuxKernel, source: str, parts: Mapping[str, bytes | memoryview]
 ) -> None:
-    """Write a snapshot of a kernel's tables, without a machine. Raises: OSError.
+    """Write a snapshot of a kernel's tables, without RAM and CPU state. Raises: OSError.
 
     The file appears at `target` when it is complete. `source`: path of the kernel's file. `parts`: name of a
     table -> its data.
@@ -275,8 +275,10 @@ def finish(
 ) -> None:
     """Complete a snapshot file that already has `size` bytes of RAM from the offset HEADER on.
 
-    `about`: data about the machine in a form that JSON can represent; `parts`: name -> further data to keep;
-    `is_checksummed`: other processes will read and check the file, so write a checksum of RAM.
+    `about`: data about the machine in a form that JSON can represent. `parts`: name -> data to store after
+    RAM. `is_checksummed`: whether to compute a checksum of RAM, which is needed only if other processes will
+    check the file.
+
     Raises: OSError.
     """
     end = HEADER + size
@@ -311,7 +313,7 @@ class SnapshotContents(NamedTuple):
     about: dict[str, Any]
     ram: mmap.mmap
     parts: dict[str, memoryview]
-    """Name -> further data of the snapshot; empty unless the caller of load() wanted the parts."""
+    """Name -> data that are stored after RAM, such as a kernel's tables; empty if loaded without parts."""
 
 
 class ShownCpu(NamedTuple):
@@ -327,12 +329,12 @@ class ShownCpu(NamedTuple):
 
 
 class SavedMachine(NamedTuple):
-    """The content of a snapshot with a machine: the machine's RAM and devices, and further data."""
+    """The content of a snapshot with a machine: RAM, CPU state and devices, and tables of the kernel."""
 
     machine: LinuxMachine
     facts: KernelOffsets
     parts: dict[str, memoryview]
-    """Name -> further data of the snapshot; empty unless the caller of load() wanted the parts."""
+    """Name -> data that are stored after RAM, such as a kernel's tables; empty if loaded without parts."""
     shown: ShownCpu | None
     """The production CPU that the guest sees; None if it sees the emulated one."""
 
@@ -340,9 +342,8 @@ class SavedMachine(NamedTuple):
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """Load the saved machine in the snapshot `source`; return None if the file is missing or damaged.
 
-    Remove a damaged file.
-
-    `with_parts`: also read the snapshot's further data.
+    Remove a damaged file. `with_parts`: also load the data that are stored after RAM, such as the kernel's
+    tables; return None and remove the file if there are none.
     """
 
     def machine(kept: SnapshotContents) -> SavedMachine:
@@ -354,8 +355,10 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 def load_as(source: Path, made: Callable[[SnapshotContents], T], *, with_parts: bool) -> T | None:
     """Load the snapshot `source`; return the result of `made`, which is called with the content.
 
-    If the file is missing or damaged, return None; a damaged file is removed.
-    `with_parts`: also read the snapshot's further data.
+    If the file is missing or damaged, return None; a damaged file is removed. `with_parts`: also load the
+    data that are stored after RAM, such as the kernel's tables; a snapshot without such data counts as
+    damaged.
+
     Raises: KernelError (by `made`, if an intact snapshot is not usable).
     """
     try:
@@ -398,11 +401,14 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 
 
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
-    """Read the snapshot in the open file `file`; return None if the snapshot is damaged.
+    """Read the snapshot in the open file `file`; return None if its magic, size or a checksum is wrong.
 
-    `is_checked`: compare the checksums, because the file may have been damaged since it was written.
-    `with_parts`: also read the snapshot's further data; return None if it has none.
-    Raises: OSError, KeyError, TypeError, ValueError (all: the header is damaged).
+    `is_checked`: compare the checksums of RAM and parts, because the file may have been damaged since it was
+    written. `with_parts`: also map the parts that are stored after RAM, such as the kernel's tables; return
+    None if there are none.
+
+    Raises: KeyError, TypeError, ValueError (the header has wrong values), OSError (also if the file cannot be
+    mapped).
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
@@ -481,10 +487,10 @@ def _header(file: int) -> dict[str, Any] | None:
 
 
 def _checksum(file: int, start: int, size: int) -> int:
-    """Return the CRC-32 of `size` bytes of a file from the offset `start`, without holes and blocks of zeros.
+    """Return the CRC-32 of `size` bytes of a file from the offset `start` on, with blocks of zeros left out.
 
-    `file`: descriptor of the file. The bytes are read through the descriptor, and not through a mapping of
-    the file. Reading a hole through a mapping would allocate memory for the hole.
+    `file`: descriptor of the file. The bytes are read through the descriptor, because reading a hole through
+    a mapping would allocate memory for the hole.
     """
     zeros = bytes(_PIECE)
     checksum = 0
@@ -531,9 +537,10 @@ def cached() -> list[CachedKernel]:
 
 
 def _kept(about: Mapping[str, Any], *, is_tables: bool) -> str:
-    """Describe the content of a snapshot with the header `about`, for CachedKernel.kept.
+    """Describe the content of a snapshot for CachedKernel.kept; `about` is the snapshot's header.
 
-    The text is "" if the header is missing. `is_tables`: the snapshot has only tables, and no machine.
+    The text is "" if the header is missing. `is_tables`: the snapshot has only a kernel's tables, without RAM
+    and CPU state.
     """
     if not about:
         return ""
@@ -551,7 +558,7 @@ def _kept(about: Mapping[str, Any], *, is_tables: bool) -> str:
 
 
 def _as(kind: type[T], value: object) -> T | None:
-    """Return `value`, which was read from a snapshot's header, if it has the type `kind`; otherwise None."""
+    """Return `value`, an item of a snapshot's header, if it is an instance of `kind`; otherwise None."""
     return value if isinstance(value, kind) else None
 
 

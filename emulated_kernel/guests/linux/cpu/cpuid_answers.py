@@ -57,7 +57,10 @@ class CpuidAnswers:
         self._brand = struct.unpack("<12I", brand)
 
     def cpuid(self, leaf: int, subleaf: int, base: Leaf) -> Leaf:
-        """Return the registers after cpuid. `base`: the registers that the emulated CPU would return."""
+        """Return the registers after cpuid with eax = `leaf` and ecx = `subleaf` on the production CPU.
+
+        `base`: the registers that the emulated CPU would return.
+        """
         cpu = self._cpu
         registers = list(base)
         for register in range(4):

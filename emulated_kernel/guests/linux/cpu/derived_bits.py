@@ -98,7 +98,7 @@ def _capabilities(flags: Collection[str], said: Mapping[str, str]) -> int:
 
 
 def decided_bits(said: Mapping[str, str]) -> int:
-    """Return the mask of the bits of IA32_ARCH_CAPABILITIES whose values follow from `said`.
+    """Return the mask of the bits of IA32_ARCH_CAPABILITIES whose values, 0 or 1, follow from `said`.
 
     `said`: file of /sys/devices/system/cpu/vulnerabilities -> its content.
     """

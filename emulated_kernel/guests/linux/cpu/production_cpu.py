@@ -36,7 +36,7 @@ class ProductionCpu:
     threads: int = 1
     """Number of threads of a core."""
     has_siblings: bool = False
-    """Whether more than one thread of a core is online."""
+    """Whether more than one thread of a core is online; if False, each core has one online thread."""
     flags: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     capabilities: int = 0
@@ -44,7 +44,7 @@ class ProductionCpu:
     parameters: tuple[str, ...] = ()
     """Parameters of the kernel's command line that concern the CPU."""
     cpuid: tuple[tuple[int, int, int, int, int, int], ...] = ()
-    """Leaves of CPUID, if they were recorded: leaf, subleaf, eax, ebx, ecx, edx."""
+    """Recorded results of CPUID, each (leaf, subleaf, eax, ebx, ecx, edx); empty if none were recorded."""
     release: str = ""
     """Release of the kernel that runs on the CPU; "" if it is not known."""
     vulnerabilities: Mapping[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 Unicorn calls a native routine of the host at each trap. At a breakpoint, the routine stores four registers in
 the host's data page, and makes the guest continue in the stub, the code STUB. The stub pushes the frame of
 the exception, and jumps to the handler in the IDT's gate. No instruction before the push of the flags changes
-the flags. No interrupt arrives in the stub, because the host delivers interrupts between runs, and ends no
+the flags. No interrupt arrives in the stub: the host delivers interrupts only between runs, and never ends a
 run there.
 """
 
@@ -30,9 +30,11 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 def install(machine: PcMachine, thunk: WakeupThunk) -> None:
     """Make guest code deliver breakpoints in kernel mode.
 
-    Do nothing, so that Python delivers the breakpoints, in three cases: the host lacks the routine for
-    traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT
-    is missing, switches the stack, or leaves interrupts enabled.
+    `thunk`: the host's wakeup code, whose pages have room for the stub.
+
+    Do nothing in three cases, in which Python delivers the breakpoints: the host lacks the routine for traps;
+    kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT is
+    missing, switches the stack, or leaves interrupts enabled.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

@@ -46,7 +46,8 @@ class ClientScheduler:
     ) -> None:
         """Start with the task `current` at its stub.
 
-        `need_resched`: bit of TIF_NEED_RESCHED in thread_info.flags. `thunk`: wakes tasks in the guest.
+        `table`: the map of client tasks. `need_resched`: mask of the bit TIF_NEED_RESCHED in
+        thread_info.flags. `thunk`: wakes tasks in the guest.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -72,7 +73,7 @@ class ClientScheduler:
         self.current: LinuxTask | None = current
         """The task at its stub, or None if the CPU is idle or the guest has not run since a switch."""
         self._in_call: LinuxTask | None = None
-        """Task in a system call that waits for the host; None if there is none, or if it already sleeps."""
+        """Task whose system call waits for the host and which does not sleep yet; None if there is none."""
         self.sleep_in_call: int | None = None
         """Address of the guest code in which a task sleeps while its system call waits for the host.
 
@@ -80,12 +81,12 @@ class ClientScheduler:
         code.
         """
         self._answers: dict[LinuxTask, Callable[[], None]] = {}
-        """Sleeping task -> function that puts the result of its call into the registers when it has woken."""
+        """Sleeping task -> function that stores the call result in the registers after the task has woken."""
 
     # Run and switch
 
     def run(self) -> LinuxTask | None:
-        """Run until a task is at its stub or waits in its call.
+        """Run until a task is at its stub, or until its system call waits for the host.
 
         Return the task, or None if the CPU is idle.
         """
@@ -109,7 +110,9 @@ class ClientScheduler:
         return task
 
     def _adopt(self, address: int) -> LinuxTask:
-        """Add the task at its stub, whose task_struct is at `address`, to the task table; return the task.
+        """Add the task whose task_struct is at `address` to the task table; return the task.
+
+        The task is at its stub.
 
         Raises: GuestFault (the guest's memory there is no valid task_struct; the guest is declared dead).
         """
@@ -311,7 +314,9 @@ class ClientScheduler:
             self.give_up(f"task {task.pid} doesn't come back from its call")
 
     def give_up(self, why: str) -> NoReturn:
-        """Declare the guest dead, because an expected event has not happened; `why` says so.
+        """Declare the guest dead, because an expected event has not happened.
+
+        `why`: the cause of death, for error messages.
 
         Raises: GuestFault.
         """
@@ -321,10 +326,10 @@ class ClientScheduler:
     # Calls that the host serves
 
     def wait_in_call(self) -> bool:
-        """Stop the guest, because the running task's system call waits for its service.
+        """End the guest's run, because the running task's system call waits for its service (host's work).
 
-        Return True if the guest is stopped. Return False if the running code is no client's task, or the
-        task's call has no service; then the guest continues.
+        Return True if the run ends. Return False if the running code is no client's task, or the task's call
+        has no service; then the guest continues.
         """
         task = self._by_address.get(self._running())
         if task is None or task.service is None:
@@ -382,7 +387,10 @@ class ClientScheduler:
             self.switch(task)
 
     def cancel_service(self, task: LinuxTask) -> None:
-        """Cancel the service of the task's call. If the call waits for the service, no result will come."""
+        """Cancel the service (the host's work) in the task's call.
+
+        If the call waits for the service, it gets no result.
+        """
         task.waits = False
         task.service = None
         self._answers.pop(task, None)
@@ -392,14 +400,17 @@ class ClientScheduler:
     def idle(self, microseconds: int) -> None:
         """Advance guest time by `microseconds`, and run the guest's own work that is due in this time.
 
-        Such work is timers and kernel threads.
+        Such work is timers and kernel threads. The current client task is put to sleep first.
         """
         end = self._tsc_in(microseconds)
         self.work(microseconds)
         self._machine.pc.jump_to(end)
 
     def work(self, microseconds: int) -> None:
-        """Run the guest's own work until the guest is idle and no timer is due within `microseconds`."""
+        """Run the guest's own work until the guest is idle and no timer is due within `microseconds`.
+
+        First, the current client task is put to sleep.
+        """
         end = self._tsc_in(microseconds)
         if self.current is not None:
             self.switch(None)

@@ -104,8 +104,8 @@ class LinuxClients:
     def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
-        `is_informed`: informed() has looked for events at this request, so do not look again. The next
-        request handles later events.
+        `is_informed`: if True, informed() has already looked for forks and exits at this request, so do not
+        look for new ones. The next request handles later events.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
@@ -215,8 +215,8 @@ class LinuxClients:
     def _look(self, client: int) -> None:
         """Queue the forks and exits that the process watch has seen since the last call.
 
-        `client`: pid of the process that makes the request, or 0. If the watch finds that this process has
-        ended, queue its exit as well.
+        `client`: pid of the process that makes the request, or 0 if no process does. If the watch finds that
+        this process has ended, queue its exit as well.
         """
         if self._watch.has_events():
             self._forked += self._watch.forks()
@@ -225,7 +225,10 @@ class LinuxClients:
             self._ended.append(client)
 
     def catch_up(self) -> None:
-        """Repeat the queued forks and exits of client processes in the guest."""
+        """Repeat in the guest the queued forks and exits of client processes.
+
+        Also rename the tasks of recently forked processes whose names have changed.
+        """
         while self._forked:
             fork = self._forked.pop(0)
             if fork.parent is None:
@@ -264,7 +267,7 @@ class LinuxClients:
     def end(self, pid: int) -> None:
         """End the guest task of the host process `pid`.
 
-        The process has ended, or it no longer waits for the call in which the task sleeps.
+        Call this if the process has ended, or no longer waits for the call in which the task sleeps.
         """
         task = self._by_pid.pop(pid, None)
         if task is not None:

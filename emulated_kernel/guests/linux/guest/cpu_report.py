@@ -84,7 +84,7 @@ class CpuReport:
 
 
 def cpu_text(tasks: LinuxTasks) -> str:
-    """Return the text of machine/cpu: the CPU that the guest sees, remarks, and vulnerabilities."""
+    """Return the text of machine/cpu: the guest's CPU, remarks, and reported vulnerabilities."""
     shown = tasks.shown_cpu
     if shown is None:
         return f"the emulator's CPU{', which --cpu replaces' if tasks.machine.abi is X86_64 else ''}\n"

@@ -39,9 +39,12 @@ class ExecObserver:
         self._task: LinuxTask | None = None
         """The task that makes an execve at present; None if no task does."""
         self._others: tuple[int, int] | None = None
-        """(address of the file table's count of users, number subtracted from it); None if unchanged."""
+        """(address of the file table's count of users, number subtracted from it); None if unchanged.
+
+        A user is a task that shares the table.
+        """
         self._uid: tuple[int, bytes] | None = None
-        """(address, real bytes) of the uid that is overwritten with root's uid for now; None if no uid is."""
+        """(address of a uid, its real bytes), while root's uid replaces this uid; None at other times."""
         self._returns: set[int] = set()
         """Return addresses of unshare_files() and set_cred_ucounts() at which a hook exists."""
         symbols = tasks.facts.symbols
@@ -104,7 +107,7 @@ class ExecObserver:
             self._machine.set_argument(0, self._tasks.host_room[1] + _NAME)
 
     def _unsharing(self) -> None:
-        """Hide the other users of the file table from unshare_files(), which then does not copy the table.
+        """Hide from unshare_files() that tasks share the file table, so that it does not copy the table.
 
         Hazard: if another task ran and exited before unshare_files() returns, its exit would free the table.
         No other task can run, because unshare_files() does not sleep.

@@ -97,7 +97,7 @@ _TABLES_AT = 2 * PAGE
 
 
 def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the code of the function of an irq_work, which calls resched_curr(run_queue)."""
+    """Return the code of an irq_work's function: it calls resched_curr(run_queue)."""
     return b"".join((
         move_stack_pointer(-16), store(SP, 8, RA, 8),
         set_register(A0, symbols["run_queue"]), set_register(T1, symbols["resched_curr"]), jalr(RA, T1, 0),
@@ -151,7 +151,10 @@ class IrqWorkWakeup(Wakeup):
 
     @abstractmethod
     def _raise(self) -> None:
-        """Make the interprocessor interrupt that runs queued irq_works pending."""
+        """Raise the interprocessor interrupt in whose handler the guest runs queued irq_works.
+
+        The interrupt stays pending until the guest takes it.
+        """
 
     def wake(self, task: int) -> None:
         """Queue the irq_work for `task`, and make its interrupt pending; see Wakeup.

@@ -54,7 +54,7 @@ class LinuxTask:
     """User id and group id of the task in the guest."""
     comm: str = ""
     has_executed: bool = False
-    """Whether the process has probably called execve(2), which its next request repeats in the guest."""
+    """Whether the guest must probably still repeat an execve(2) of the process, at its next request."""
     pending: bool = False
     """Whether a system call of the task has not returned."""
     result: int = 0
@@ -63,7 +63,7 @@ class LinuxTask:
     service: Service | None = None
     """Function that does the host's work in the task's system call (see Service); None without such work."""
     waits: bool = False
-    """Whether the task's system call waits for `service`.
+    """Whether the task's system call waits for `service`, the host's work in it.
 
     The task sleeps while the guest runs other tasks.
     """

@@ -21,7 +21,7 @@ from emulated_kernel.guests.linux.kernel_offsets import (
 )
 
 _TURN = 20_000
-"""Maximum length of a turn in microseconds of guest time."""
+"""Maximum length of a turn, in which the guest does its own work, in microseconds of guest time."""
 _MAX_REQUESTS = 250
 """Number of requests after which the guest gets a turn even if no timer has expired.
 

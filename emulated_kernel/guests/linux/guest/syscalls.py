@@ -125,8 +125,8 @@ class LinuxSyscalls:
     ) -> int:
         """Open a file by openat(2) and return the descriptor, which all tasks share.
 
-        `closed`: a descriptor that the task closes first, in the same run. `service`: function that does
-        the host's work in the call (see Service); it is not used together with `closed`.
+        `closed`: a descriptor that the task closes first, in the same run, or None. `service`: function that
+        does the host's work in the call (see Service); it is not used together with `closed`.
         """
         try:
             self._tasks.copy_to_user(task, BUFFER, _c_string(path))
@@ -210,11 +210,12 @@ class LinuxSyscalls:
         may_block: bool,
         service: Service | None = None,
     ) -> int:
-        """Call read(2), or pread64(2) if `offset` is given; return the number of bytes, for read_data().
+        """Call read(2), or pread64(2) if `offset` is given; return the number of bytes read.
 
-        `size`: maximum number of bytes. `may_block`: raise Blocked if the read sleeps longer than PATIENCE.
-        `service`: function that does the host's work in read(2); see Service.
-        Raises: Blocked.
+        The result is the argument `count` of read_data(). `size`: maximum number of bytes. `may_block`: the
+        read may wait for data, so its limit of sleep is PATIENCE; if False, the limit is _LONG. `service`:
+        function that does the host's work in read(2); see Service.
+        Raises: Blocked (the read sleeps longer than its limit).
         """
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)
@@ -347,7 +348,10 @@ class LinuxSyscalls:
         )
 
     def on_paths(self, task: LinuxTask, name: str, old: str, new: str, *flags: int) -> None:
-        """Make the system call `name`, a key of GuestAbi.syscalls, on two paths from the guest's root."""
+        """Make the system call `name`, a key of GuestAbi.syscalls, on two paths from the guest's root.
+
+        `flags`: arguments of the call after the paths.
+        """
         self._tasks.copy_to_user(task, _SECOND_PATH, _c_string(new))
         self.on_path(task, name, old, _AT_FDCWD, _SECOND_PATH, *flags)
 
@@ -377,7 +381,7 @@ class LinuxSyscalls:
     def fsync(self, task: LinuxTask, fd: int, *, only_data: bool) -> None:
         """Write cached data of an open file to storage.
 
-        `only_data`: call fdatasync(2) and not fsync(2).
+        `only_data`: call fdatasync(2); if False, call fsync(2).
         """
         self._call(task, self._number["fdatasync" if only_data else "fsync"], fd)
 

@@ -84,7 +84,7 @@ class TaskLife:
     def exit(self, task: LinuxTask, init: LinuxTask) -> None:
         """End a task whose process has ended on the host. If the task sleeps in a call, `init` kills it.
 
-        A task that waits for a lock for ever cannot be killed, and stays in the guest.
+        If a task waits for ever for a lock in the guest, it cannot be killed, and stays in the guest.
         """
         if not task.alive:
             return

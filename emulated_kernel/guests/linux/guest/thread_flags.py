@@ -80,7 +80,7 @@ class _Interrupt:
 
 
 def single_flag(before: int = 0, after: int = 0) -> int:
-    """Return the one bit that is set in `after` but not in `before`.
+    """Return the mask of the one bit that is set in `after` but not in `before`.
 
     Raises: GuestFault (no bit or several bits).
     """

@@ -55,12 +55,12 @@ Mirrors: arch/x86/include/asm/irq_vectors.h:X86_PLATFORM_IPI_VECTOR (v6.1).
 """
 _TEXT = X86_64.host_code
 _DATA = _TEXT + PAGE
-"""Virtual addresses of the code and data pages.
+"""Virtual address of the data page; _TEXT is that of the code page before it.
 
-Linux leaves them unused, and a relative jump from the kernel's text reaches them.
+Linux leaves both addresses unused, and a relative jump from the kernel's text reaches both.
 """
 _CELLS = 0x20
-"""Offset in bytes of the words for breakpoint_stub.py in the data page."""
+"""Offset in bytes, in the data page, of the words that the code of breakpoint_stub.py uses."""
 _STUB = 0x100
 """Offset in bytes of the code of breakpoint_stub.py in the code page."""
 _ROOM = 0x100
@@ -75,7 +75,7 @@ _TABLE = PRESENT | WRITABLE | _ACCESSED_DIRTY
 
 
 def thunks(abi: GuestAbi) -> range:
-    """Return the addresses of the page with the code that wakes tasks."""
+    """Return the range of addresses of the page with the code that wakes tasks."""
     return range(abi.host_code, abi.host_code + PAGE)
 
 

@@ -162,8 +162,9 @@ class LinuxControlCalls(GuestCalls):
     ) -> None:
         """Prepare the repetition of clients' calls in the guest.
 
-        `is_tracefs`: the root of the control files is the guest's mount point of tracefs. `is_refused`:
-        the guest makes no calls on control files.
+        `is_tracefs`: the root of the control files is the guest's mount point of tracefs; if False, it is the
+        guest's root. `is_refused`: the guest makes no calls on control files; if False, it makes them while
+        probes could notice them.
         """
         self.guest = guest
         self._tasks = guest.tasks
@@ -176,7 +177,7 @@ class LinuxControlCalls(GuestCalls):
         self._syscalls = guest.syscalls
         self._root = TRACEFS if is_tracefs else ""
         self._file = 0
-        """Address of the inode that dentries of control files get."""
+        """Address of the inode that dentries of control files get; 0 before _prepare()."""
         self._directories = [0, 0]
         """Addresses of the inodes that dentries of directories get at an even and at an odd depth."""
         self._is_ready = False
@@ -468,8 +469,8 @@ class LinuxControlCalls(GuestCalls):
     def _transfers(self, file: ControlFile, task: LinuxTask, result: bytes | int) -> None:
         """End the guest's read or write with `result`: the data that were read, or the return value.
 
-        Data are copied to the task's buffer by _copy_to_user(), and the call returns their size. The guest
-        gets the new file position.
+        If data were read, the kernel's _copy_to_user() copies them to the task's buffer, and the call returns
+        their size. Also store the new file position in the guest.
         """
         at = self._arguments[task.address][2]
         if at and file.inner.node.has_position:
@@ -507,11 +508,10 @@ class LinuxControlCalls(GuestCalls):
             self._return(-EINTR)
 
     def _looks_up(self, regs: Any) -> None:
-        """Finish the guest's lookup of a control file or a directory of control files.
+        """Finish the guest's lookup of a control file or directory, when simple_lookup() has returned.
 
-        simple_lookup() has returned. If kprobefs's tree has the dentry's path, let the guest call
-        d_instantiate() with a shared inode. All files share one inode. All directories whose depth has the
-        same parity share one.
+        If kprobefs's tree has the dentry's path, let the guest call d_instantiate() with a shared inode. All
+        files share one inode. All directories whose depth has the same parity share one.
         """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):

@@ -30,7 +30,7 @@ class ControlStubs:
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Offset of the code that ends the open of a file without a position."""
+    """Offset of the code that ends the open of a file without a position (a stream)."""
     opened: int
     """Offset of the code that ends the open of a file with a position."""
     copy: int

@@ -40,7 +40,10 @@ class GuestFile(FileDescription):
         """The task that made the last call on the file."""
         self.seekable = seekable
         self.position = 0
-        """Offset at which a client's read or write continues at the guest's file position."""
+        """Expected offset of the client's next read or write.
+
+        A call at this offset uses the guest's file position.
+        """
         self.status = flags & STATUS_FLAGS
         """Status flags of the client's open file; the guest's file gets them before the next call."""
         self.urgent = 0
@@ -140,8 +143,8 @@ class GuestFile(FileDescription):
     def acts_on_close(self) -> bool:
         """Whether the release of this file may change other files; see FileDescription.
 
-        The release of a file that was opened for writing may have an effect, as in the guest's tracefs. The
-        release of a file in directories that only clients change has none.
+        It may do so if the file was opened for writing, as in the guest's tracefs. It does not if the file is
+        in one of the directories that only clients change.
         """
         is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
         return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own
@@ -154,7 +157,7 @@ class GuestFile(FileDescription):
     def mask(self) -> int:
         """Return the poll mask of the events for which the file is ready. Lock: needs.
 
-        For some files, such as hist files, the guest reports POLLPRI only once, so `urgent` keeps it.
+        For some files, such as hist files, the guest reports POLLPRI only once, so it is stored in `urgent`.
         """
         ready = self.fs.guest.syscalls.poll(self.fd, POLLED)
         self.urgent |= ready & select.POLLPRI
@@ -270,7 +273,7 @@ class GuestFs(FileSystem):
     def request(self, client: Client | None) -> Request:
         """Return the context in which a client's operation runs; see FileSystem.
 
-        The context yields the client's task.
+        The context yields the client's task. `client` must not be None.
         """
         assert client is not None
         return Request(self.guest, client)
@@ -281,7 +284,7 @@ class GuestFs(FileSystem):
         return self.guest.clients.informed(client)
 
     def follow_processes(self) -> None:
-        """Repeat the forks and exits of clients' processes in the guest; see FileSystem."""
+        """Repeat in the guest the forks and exits of clients' processes; see FileSystem."""
         self.guest.follow_processes()
 
     # Names

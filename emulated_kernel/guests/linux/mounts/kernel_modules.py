@@ -26,7 +26,8 @@ class KernelModules:
         """Parse the command `data`, read the module files, and return the function that executes the command.
 
         The caller must not hold the control lock. The returned function takes the writer's task and the
-        content of /proc/modules. `refused`: names of kernel functions that no module may use.
+        content of /proc/modules. `refused`: names of kernel functions; a module that uses one of them is not
+        loaded.
         Raises: KernelError EINVAL (not a command), ENOENT (no such module, or no module files), ENOEXEC (an
         unusable file), EPERM (a refused function), and errors of reading a file.
         """

@@ -195,7 +195,10 @@ class LinuxWorkloads:
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
-        """Perform the deferred closes in the guest, as a request does. Raises: KernelError."""
+        """Before a slice of a workload, perform the deferred closes, as a request does.
+
+        See WorkloadHost. Raises: KernelError.
+        """
         guest = self._guest
         guest.check_open()
         try:
@@ -204,7 +207,10 @@ class LinuxWorkloads:
             raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
 
     def slice_ends(self) -> None:
-        """Notify pollers and the threads that are in wait(), as a request does; see WorkloadHost."""
+        """After a slice of a workload, notify pollers and threads in wait(), as a request does.
+
+        See WorkloadHost.
+        """
         guest = self._guest
         if guest.is_closed:
             return
@@ -287,7 +293,8 @@ class LinuxGuest:
         """Perform the deferred closes in the guest, and return the client's task. Lock: needs.
 
         `client`: a result of LinuxClients.informed() at this request.
-        `opens`: see Request. If it is True, one file may remain in `closes.taken`.
+        `opens`: the call is an open; see Request. If it is True, one file may remain in `closes.taken`, which
+        the caller then closes.
         """
         closes = self.closes
         if self.begins is not None:
@@ -329,7 +336,7 @@ class LinuxGuest:
                 notify()
 
     def follow_processes(self) -> None:
-        """Repeat forks and exits of clients' processes in the guest, without a request; see FileSystem."""
+        """Repeat in the guest forks and exits of clients' processes, without a request; see FileSystem."""
         with self.running:
             if not self.is_dead and self.clients.has_news():
                 self.settle()
@@ -375,7 +382,7 @@ class LinuxGuest:
     def unasked(self, client: Client) -> KernelError:
         """Kill the client's task, which sleeps in a call that no request can continue.
 
-        Return KernelError EINTR, which the caller raises.
+        Return, but do not raise, KernelError EINTR; the caller raises it.
         """
         self.clients.end(client.pid)
         return KernelError(errno.EINTR)

@@ -130,7 +130,7 @@ class NativeCore:
         return is_passed
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the start address and the size in bytes of RAM."""
+        """Yield one pair: the physical start address of RAM, and its size in bytes."""
         yield 0, len(self.ram)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:

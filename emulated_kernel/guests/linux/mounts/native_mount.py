@@ -332,8 +332,10 @@ def native_mount(
     """Return a mount that shows a kernel's own files.
 
     `modules`: module files of this kernel. `lock`: the control lock.
-    `is_tracefs`: tracefs is the root of the mount, which shows nothing else.
-    `is_clock_real`: the real time between requests passes in the guest, too.
+    `is_tracefs`: tracefs is the root of the mount, which shows nothing else; if False, tracefs is at
+    tracing/.
+    `is_clock_real`: the real time between requests passes in the guest, too; if False, each request advances
+    the guest's time by a tick.
     """
     tasks.deliver_breakpoints()
     time = RealTime(tasks) if is_clock_real else PassingTime(tasks)

@@ -50,7 +50,7 @@ def engine_tree(
 
     `log`: returns the kernel's log. `machine`: additional files of machine/.
     `further`: additional nodes of the root.
-    `is_tracefs`: tracefs is the root, and listings show nothing else.
+    `is_tracefs`: tracefs is the root, and listings show nothing else; if False, tracefs is at tracing/.
     """
     banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.title}\n"
 

@@ -73,7 +73,10 @@ class Arm64Cells(NamedTuple):
     pstate: int
     """Offset of the processor state PSTATE, without the condition flags and the exception masks."""
     hflags: int
-    """Offset of the translator's flags, on which translated code depends, such as the exception level."""
+    """Offset of the translator's flags.
+
+    They are CPU state on which translated code depends, such as the exception level.
+    """
     syndrome: int
     """Offset of the syndrome of the last exception."""
     bad_address: int

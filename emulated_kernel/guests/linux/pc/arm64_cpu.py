@@ -85,7 +85,7 @@ class Arm64LinuxCpu(LinuxCpu):
 
     @property
     def takes_interrupts(self) -> bool:
-        """Whether the CPU takes an interrupt now; see LinuxCpu."""
+        """Whether interrupts are enabled in the CPU, so that it takes a pending one at once; see LinuxCpu."""
         return not self._daif[0] & arm64.IRQ_MASKED
 
     @contextmanager

@@ -90,9 +90,9 @@ class Board(ABC):
         """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self.counts_instructions = False
-        """Whether each instruction of the guest advances the time, and readings of the time do not."""
+        """Whether each instruction of the guest advances the time; if False, each reading of it does so."""
         self._wall: Callable[[], int] | None = None
-        """Function that returns the host's time in nanoseconds; None if the time does not follow it."""
+        """Function that returns the host's time in nanoseconds; None if guest time does not follow it."""
         self._wall_base = 0
         """Host's time in nanoseconds at which the TSC was 0."""
         self.due: int | None = None
@@ -131,7 +131,7 @@ class Board(ABC):
 
     @property
     def follower(self) -> TimeFollower | None:
-        """The object that keeps the time for guest code; None if there is no such object.
+        """The object that shows the time to guest code in memory; None if there is no such object.
 
         If there is a follower, Python executes each rdtsc in place of the host's routine.
         """

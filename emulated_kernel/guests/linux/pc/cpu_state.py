@@ -44,7 +44,7 @@ def only(found: Set[int], what: str) -> int:
 
 
 class WordSearch:
-    """Search for the offset of one word in the CPU state, by values that the word has in turn.
+    """Searches for the offset of one word in the CPU state, by values that the word has one after the other.
 
     Hazard: compare the words in place, not in a copy. Unicorn's structure is shorter than STATE_SIZE, so the
     search includes memory after it. A copy of the structure in that memory would contain the searched word's

@@ -178,7 +178,7 @@ class LinuxCpu(ABC):
     @property
     @abstractmethod
     def takes_interrupts(self) -> bool:
-        """Whether the CPU takes an interrupt now."""
+        """Whether interrupts are enabled in the CPU, so that it takes a pending one at once."""
 
     @abstractmethod
     def as_kernel(self) -> AbstractContextManager[None]:
@@ -223,7 +223,7 @@ class PcCpu(LinuxCpu):
         A kernel sets the two MSRs with these values before its first process.
         """
         self._isolates: bool | None = None
-        """Whether page table isolation is on; None until CR3 has had the bit _ISOLATED."""
+        """Whether page table isolation is on; None if CR3 never had the bit _ISOLATED yet."""
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -273,7 +273,7 @@ class PcCpu(LinuxCpu):
 
     @property
     def takes_interrupts(self) -> bool:
-        """Whether the CPU takes an interrupt now; see LinuxCpu."""
+        """Whether interrupts are enabled in the CPU, so that it takes a pending one at once; see LinuxCpu."""
         return bool(self.regs.flags & x86.FLAG_IF)
 
     @contextmanager

@@ -98,14 +98,14 @@ class LinuxMachine(ABC):
         self._watchdog = Watchdog(engine.stop, self._handler_time, budget, engine.is_interrupted_again)
         self._is_reset = False
         self.last_exception: Trap | None = None
-        """The latest exception that was delivered to the guest."""
+        """The latest exception that was delivered to the guest; None before the first."""
         self.before_close: list[Callable[[], object]] = []
         """Functions to call before the emulator is freed."""
         self.death: str = ""
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def call_time(self) -> CallTime:
-        """Return an object that measures the CPU time of a call from now on; its limit is that of a run."""
+        """Return an object that limits the CPU time of a call, from now on, to that of one run."""
         return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:
@@ -283,7 +283,8 @@ class LinuxMachine(ABC):
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
         """Return the fault that ended a run, after which the guest is dead.
 
-        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run.
+        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run, and `error` does not
+        count. If it is False and `error` is 0, the guest has restarted itself, as after a panic.
         """
         ip = self.regs.ip
         if expired:

@@ -36,8 +36,8 @@ def new_machine(
     """Return a machine that has not been started.
 
     `seed`: seed of the random steps of the time counter. `cells`: result of find_cells(). `budget`: seconds
-    that one run may take. `is_production`: the guest will see a ProductionCpu. Raises: HardwareError
-    (Unicorn's CPU state has an unknown layout).
+    that one run may take. `is_production`: the guest will see a ProductionCpu; if False, it sees the
+    emulator's CPU. Raises: HardwareError (Unicorn's CPU state has an unknown layout).
     """
     if abi is X86_64:
         from emulated_kernel.guests.linux.pc.linux_cpu import CPU_MODEL, PRODUCTION_MODEL

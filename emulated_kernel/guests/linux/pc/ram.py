@@ -40,7 +40,7 @@ class LinuxMemory:
     tables: type[PageTables] = X86PageTables
     """Class that describes the form of the page tables."""
     owned = PRESENT | WRITABLE
-    """Bits that are all set in the page table entry of a user page which no other task shares."""
+    """Mask of bits. If all are set in the page table entry of a user page, no other task shares the page."""
     shifts: tuple[int, ...] = _SHIFTS
     """Levels of page tables, from the top: binary logarithm of the size that an entry maps."""
     frame_shift = 0

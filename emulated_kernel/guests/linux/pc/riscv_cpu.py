@@ -47,7 +47,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self.mode = word(cells.privilege)
         """View of the word with the privilege mode: 0 in user mode, 1 in the kernel."""
         self.scratch = word(cells.sscratch)
-        """View of sscratch, in which Linux keeps the running task while it is in user mode."""
+        """View of sscratch, with the running task's address while the task is in user mode."""
         self._satp = word(cells.satp)
         self._stvec = word(cells.stvec)
         self._sepc = word(cells.sepc)
@@ -69,7 +69,7 @@ class RiscvLinuxCpu(LinuxCpu):
 
     @property
     def takes_interrupts(self) -> bool:
-        """Whether the CPU takes an interrupt now; see LinuxCpu."""
+        """Whether interrupts are enabled in the CPU, so that it takes a pending one at once; see LinuxCpu."""
         return not self.mode[0] or bool(self._mstatus[0] & riscv.SR_SIE)
 
     @contextmanager

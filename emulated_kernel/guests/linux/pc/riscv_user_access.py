@@ -50,7 +50,7 @@ _LARGEST_TABLE = 1 << 16
 
 
 class UserAccess:
-    """Changes SUM in place of the CPU, before each kernel instruction that allows or forbids user accesses.
+    """Changes SUM in place of the CPU, before each kernel instruction that sets or clears it.
 
     If the host has no routine, or Unicorn's TLB is not laid out as expected, the CPU itself changes SUM.
     """

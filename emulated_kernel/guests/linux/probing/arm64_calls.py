@@ -45,7 +45,10 @@ MAKER = """
     imm64:kthread_create_on_node | kthread_create_on_node_at: .quad kthread_create_on_node
     imm64:wake_up_process        | wake_up_process_at: .quad wake_up_process
 """
-"""Code of the work's function: create the kernel thread and wake it, or store the error in the mailbox."""
+"""Code of the work's function: create the kernel thread and wake it, or store the error in the mailbox.
+
+The mailbox is the memory with the data of the call; see kernel_calls.py.
+"""
 THREAD = """
     fd 7b be a9 | stp x29, x30, [sp, #-32]!
     f3 0b 00 f9 | str x19, [sp, #16]

@@ -1,4 +1,7 @@
-"""LinuxArm64Model: the CPU model of an arm64 Linux, with addresses for the host's own pages."""
+"""LinuxArm64Model: the CPU model of an arm64 Linux, with guest addresses for the code that the host adds.
+
+Linux does not use these addresses, which are after those of modules.
+"""
 
 from __future__ import annotations
 

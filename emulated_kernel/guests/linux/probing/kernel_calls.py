@@ -34,7 +34,10 @@ _COMM = b"machine/call\0"
 _LONGEST = 60_000_000
 """Maximum microseconds of guest time that a call may sleep."""
 _RESULT = 56
-"""Offset in bytes of the result in a mailbox; the function and its arguments precede it."""
+"""Offset in bytes of the result in a mailbox, which is the memory with the data of a call.
+
+The function and its arguments precede the result.
+"""
 _STATE = 64
 """Offset in bytes of a call's state in its mailbox. The state is 0 until the call has returned or failed."""
 _TASK = 72

@@ -17,7 +17,10 @@ from emulated_kernel.util.abi import PAGE_SIZE, Prot
 RECORDS_SIZE = 32 << 20
 """Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
 RISCV_CELLS = 0xFFFFFFFFA0000000
-"""Virtual address of the cells on RISC-V: after the kernel, where all code can reach them by `lui`."""
+"""Virtual address of the handlers' variables (cells) on RISC-V, where all code can reach them by `lui`.
+
+The address is after the kernel.
+"""
 _ENTRIES = 512
 _WORD = (1 << 64) - 1
 _MAX_RUN = 16 * PAGE_SIZE
@@ -82,7 +85,7 @@ def _leaves(
 class KernelMemory(GuestMemory):
     """Virtual memory as the guest's current task and its kernel see it.
 
-    `host`: range of physical memory for the pages of the host's mappings, which the guest does not use.
+    `host`: range of physical memory that the guest does not use; pages that the host maps are there.
     Host-owned memory for records is after this range. `root`: page tables of any task, because all tasks
     share the kernel's half. `on_remap`: function that is called after a mapping was removed; it must flush
     the TLB.

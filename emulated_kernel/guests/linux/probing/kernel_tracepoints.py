@@ -89,8 +89,8 @@ class EventBatch:
     ) -> None:
         """Start without events.
 
-        `names`: returns the names for print formats. `references`: address of the module's reference count,
-        or 0. `module`: name of the events' module, or "".
+        `names`: returns the names for print formats. `references`: address of the module's reference count.
+        `module`: name of the module. They are 0 and "" for events of the kernel itself.
         """
         self.module = module
         self._machine = machine
@@ -128,8 +128,8 @@ class EventBatch:
         """Return a new tracepoint of the batch.
 
         `switch` is called to enable or disable the tracepoint; its arguments are the tracepoint's index in
-        the batch and the new state. `stub`: name of the tracepoint's stub, or "". `switch_stub` is called
-        to make the tracepoint start or stop calling the stub.
+        the batch and the new state. `stub`: name of the tracepoint's stub, or "" if it has none.
+        `switch_stub` is called to make the tracepoint start or stop calling the stub.
         """
         number = len(self.points)
         called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
@@ -491,7 +491,7 @@ class KernelTracepoints:
 
 
 class _ShortKeys(StaticKeys):
-    """Static keys of an x86 kernel, which since v5.14 uses a two-byte jump where it reaches the target."""
+    """Static keys of x86 kernels. Since v5.14, they use a jump of two bytes where it reaches the target."""
 
     def jump(self, label: JumpLabel) -> bytes:
         size = label_size(self._text.original(label.code, JMP32_SIZE))

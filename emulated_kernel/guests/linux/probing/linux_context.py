@@ -115,7 +115,7 @@ def linux_context(
 ) -> HitContext:
     """Return the context of hits in a distribution's kernel. `need_resched`: see RunningLinux.
 
-    `preemption`: the kernel was built with CONFIG_PREEMPTION.
+    `preemption`: whether the kernel was built with CONFIG_PREEMPTION.
     """
     kind = FoldedContext if machine.running_task is None else ThreadContext
     return kind(ctlblk, machine, abi, arch, preemption=preemption, need_resched=need_resched)

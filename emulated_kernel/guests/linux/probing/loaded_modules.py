@@ -164,7 +164,7 @@ class LoadedModules:
         return self._found
 
     def _parts(self, module: int) -> tuple[Range, Range, tuple[Range, ...], tuple[Range, ...]]:
-        """Return the parts of a module: text, text of init functions, data, and data of init functions."""
+        """Return the ranges of a module's text, text of init functions, data, and data of init functions."""
         places = abi_named(self._kernel.architecture).modules
         if self._structures.btf.has("module.mem"):
             base = module + self._structures.btf.offset("module.mem")
@@ -242,7 +242,8 @@ class LoadedModules:
     def _names(self, strings: int, places: list[int]) -> Callable[[int], str]:
         """Return a function that maps the offset of a string in a string table to the string.
 
-        The table is read up to the string at the last offset in `places`. `strings`: address of the table.
+        `strings`: address of the table. `places`: offsets of all strings that may be requested. The table is
+        read up to the string at the largest of them.
         """
         last = max(places, default=0)
         text = self._memory.read(strings, last) + self._memory.string(strings + last, _NAME).encode() + b"\0"
@@ -309,7 +310,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """Guest memory from which modules are read. `reader` limits the amount that is read."""
+    """Guest memory from which modules are read. `reader` reads it, up to limits of steps and bytes."""
 
     reader: GuestReader
 
@@ -340,7 +341,7 @@ def _range(start: int, size: int) -> Range:
 
 
 def _text(part: Range, places: range) -> Range:
-    """Return the range `part`, after checking that it is in `places`, the addresses for modules' text.
+    """Check that the range `part` is in `places`, the addresses for modules' text; return `part`.
 
     Raises: KernelError ENOEXEC (`part` is not within `places`).
     """

@@ -64,7 +64,7 @@ class ModuleWatch:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log and suppress an error of reading a module in the `with` block.
+        """Log and suppress an error that reading a module raises in the `with` block.
 
         The module then stays unknown.
         """
@@ -76,7 +76,8 @@ class ModuleWatch:
     def read(self, module: int) -> Module:
         """Return the complete module whose struct module is at `module`.
 
-        The ledger takes over the module's present text as original text. Raises: as LoadedModules.
+        The ledger, which records patched text, takes over the module's present text as original text. Raises:
+        as LoadedModules.
         """
         found = self.loaded.read(module)
         text = self._machine.text

@@ -60,6 +60,6 @@ def _options(kernel: LinuxKernel, memory: GuestMemory, flags: int) -> Mapping[st
 
 
 def _string(memory: GuestMemory, at: int) -> str:
-    """Return the string at the address `at`, or "" if it can't be a file name."""
+    """Return the string at the address `at`, or "" if this string can't be the name of a file."""
     name = memory.read_cstring(at, _NAME_SIZE).decode("latin-1") if at else ""
     return name if name.isascii() and name.isprintable() and "/" not in name else ""

@@ -130,7 +130,7 @@ class KernelEngine:
         )
 
     def _adopt_loaded_modules(self) -> list[Module]:
-        """Return the modules that the guest has loaded, after adding their text, symbols and tables."""
+        """Add the text, symbols and tables of the loaded modules to `live`, and return the modules."""
         loaded = self._modules.there()
         self.live.put_all(loaded)
         return loaded
@@ -163,7 +163,7 @@ class KernelEngine:
         return nullcontext(True)
 
     def _build_tracing(self, engine: ProbeRegistries) -> tuple[TracingComponents, KernelTracepoints]:
-        """Build tracing, and the tracepoints of the kernel itself. Tracepoints of modules are left out."""
+        """Build and return tracing and the kernel's own tracepoints; leave out tracepoints of modules."""
         return linux_tracing(
             self.machine,
             self.live,

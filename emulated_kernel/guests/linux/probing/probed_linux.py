@@ -97,8 +97,8 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks`: the running kernel. `kernel`: the kernel's tables. Their text is the text in the guest's memory.
-    Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
+    `tasks`: the running kernel. `kernel`: its symbols, types and text; the text is that in the guest's
+    memory. Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
     """
 
     cpu = 0

@@ -45,8 +45,8 @@ def interrupt(symbols: Mapping[str, int]) -> bytes:
 def maker(symbols: Mapping[str, int], work: int, result: int, state: int, task: int, no_thread: int) -> bytes:
     """Return the code of the work, which creates the thread and wakes it.
 
-    `work`, `result`, `state` and `task`: offsets in a mailbox. `no_thread`: value to store as the state if no
-    thread can be created.
+    `work`, `result`, `state` and `task`: offsets in a mailbox, which is the memory with the data of a call.
+    `no_thread`: value to store as the state if no thread can be created.
     """
     code = _ENTER + addi(S0, A0, -work) + set_register(A0, symbols["thread"]) + move(A0 + 1, S0)
     code += addi(A0 + 2, ZERO, -1) + set_register(A0 + 3, symbols["name"])
@@ -59,7 +59,8 @@ def maker(symbols: Mapping[str, int], work: int, result: int, state: int, task: 
 def thread(result: int, state: int, returned: int) -> bytes:
     """Return the code of the thread: it calls the function whose address and arguments are in the mailbox.
 
-    `result` and `state`: offsets in a mailbox. `returned`: value to store as the state after the call.
+    `result` and `state`: offsets in the mailbox, which is the memory with the data of the call. `returned`:
+    value to store as the state after the call.
     """
     code = _ENTER + move(S0, A0)
     for number in range(_ARGUMENTS):

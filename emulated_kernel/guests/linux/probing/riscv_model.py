@@ -1,4 +1,4 @@
-"""LinuxRiscvModel: the CPU model of a riscv64 Linux, with addresses for the host's own pages."""
+"""LinuxRiscvModel: the CPU model of a riscv64 Linux, with guest addresses for pages that the host adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDS = 0xFFFFFFFFA0200000
 
 
 class LinuxRiscvModel(Riscv64Cpu):
-    """CPU model of a riscv64 Linux, with addresses for the host's own pages; see LinuxX86Model."""
+    """CPU model of a riscv64 Linux, with guest addresses for pages that the host adds; see LinuxX86Model."""
 
     layout = replace(
         Riscv64Cpu.layout,

@@ -30,8 +30,8 @@ class SyscallWork:
         """Find the task flag that makes system calls reach the tracepoints.
 
         The flag is SYSCALL_WORK_SYSCALL_TRACEPOINT in thread_info.syscall_work. In kernels before v5.11, it
-        is the mask `old_flag` in thread_info.flags; 0 if the mask is unknown. `task_structs` yields the
-        addresses of all task_structs.
+        is the mask `old_flag` in thread_info.flags; `old_flag` is 0 if the mask is unknown. `task_structs`
+        yields the addresses of all task_structs.
         """
         self._kernel = kernel
         self._memory = memory
@@ -39,7 +39,7 @@ class SyscallWork:
         self._old_flag = old_flag
 
     def is_known(self) -> bool:
-        """Return True if the flag is known, and if this kernel counts the users of the flag."""
+        """Return True if the flag is known, and if this kernel counts the tracepoints that use the flag."""
         has_flag = self._kernel.btf.has(SYSCALL_WORK) or self._old_flag
         return self._kernel.kallsyms.lookup_name(_COUNT) is not None and bool(has_flag)
 
@@ -51,11 +51,11 @@ class SyscallWork:
         return btf.offset(SYSCALL_WORK), 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
 
     def switch(self, on: bool) -> None:
-        """Add a user of the flag if `on` is True, otherwise remove a user; set or clear the flag.
+        """Count one tracepoint more if `on` is True, otherwise one less; set or clear the flag if needed.
 
-        The first user sets the flag in all tasks, and the last user clears it. While the count of users is
-        not 0, the kernel sets the flag in each task that is forked. Raises: MemoryFault (the task list is
-        damaged).
+        The count is the kernel's own. If it rises from 0, set the flag in all tasks; if it falls to 0, clear
+        the flag. While the count is not 0, the kernel sets the flag in each task that is forked. Raises:
+        MemoryFault (the task list is damaged).
         """
         offset, flag = self._place()
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)

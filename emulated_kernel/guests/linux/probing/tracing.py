@@ -148,7 +148,9 @@ _SHOWN = str.maketrans({"\n": "\\n", "\t": "\\t", '"': '\\"'})
 
 
 def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
-    """Yield the lines of printk_formats: the kernel's trace_printk() formats and the strings in its records.
+    """Yield the lines of the file printk_formats: trace_printk() formats and tracepoint_string() strings.
+
+    Records contain only the addresses of these texts, so readers look them up in the file.
 
     Mirrors: kernel/trace/trace_printk.c:find_next, t_show (v6.1).
     """

@@ -74,7 +74,7 @@ class UnwinderAnswers:
         _, _, address, pointer = self._arch.registers.arguments[:4]
 
         def asked(regs: Any) -> None:
-            """Make the function return the real return address, if it is called for a trampoline of kprobefs.
+            """If the function is called for a trampoline of kprobefs, make it return the real return address.
 
             Otherwise run the kernel's own function.
 

@@ -29,7 +29,7 @@ _REGION = struct.Struct("<3Q")
 _FILE = 1 << 2
 _PRESENT_OR_SWAPPED = 1 << 3 | 1 << 4
 _REGIONS = 4096
-"""Maximum number of regions that one PAGEMAP_SCAN request returns.
+"""Maximum number of regions (ranges of written pages) that one PAGEMAP_SCAN request returns.
 
 The request exists since Linux 6.7 and skips pages that were never touched.
 

@@ -88,7 +88,7 @@ class VmcoreCalls:
         self._callers = callers
         self._abandoned = abandoned
         self._reached = ""
-        """Name of the function at which the last run was stopped because the call cannot continue."""
+        """Name of the function at which the last run was stopped, as the call cannot continue; else ""."""
         self._deadline = inf
         self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)

@@ -64,7 +64,10 @@ ACTOR_BEFORE_6_1 = f"""{_FILL}
     b8 01 00 00 00                  | full: mov eax, 1
     c3                              | ret
 """
-"""Code of a filldir_t that returns 0 to request more entries. `full` has the same offset as in ACTOR."""
+"""Code of a filldir_t that returns 0 to request more entries.
+
+The label `full` is at the same offset as in ACTOR.
+"""
 _KIND_MASK = 0xF
 _KIND_SHIFT = 12
 """Number of bits by which a directory entry's type is shifted left to get S_IFMT bits.

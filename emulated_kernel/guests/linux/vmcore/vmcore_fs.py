@@ -114,7 +114,7 @@ class VmcoreFs(FileSystem):
 
 
 def _shown_kind(kind: int) -> int:
-    """Return the S_IFMT bits to show: a regular file, except for directories and symbolic links.
+    """Return the S_IFMT bits to show for `kind`: its own if it is a directory or link, else a regular file's.
 
     Hazard: if devices and FIFOs were shown, the host itself would open them, and would block at a FIFO.
     """

@@ -59,7 +59,7 @@ _GDT_SIZE = 128
 _IDT_SIZE = 4096
 _TSS_SIZE = 0x2000
 _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
-"""Physical addresses of interrupt controllers and timers, which are mapped as unused memory."""
+"""Physical addresses of interrupt controllers and timers, for which the host maps memory without devices."""
 _COUNT = 4
 _WORD = 8
 _NO_RESCHED = 1 << 31

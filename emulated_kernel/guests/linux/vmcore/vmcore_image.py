@@ -74,8 +74,8 @@ def ram_size(core: CoreFile) -> int:
 def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: bool) -> None:
     """Write a dump as a snapshot to `target`. `source`: path of the dump.
 
-    If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: other
-    processes will read the snapshot, so it needs a checksum of RAM.
+    If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: add a
+    checksum of RAM, because other processes will read the snapshot; if False, add none.
 
     Raises: OSError, KernelError ENOEXEC, EIO.
     """
