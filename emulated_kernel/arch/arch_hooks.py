@@ -102,7 +102,7 @@ class OriginalPlace(NamedTuple):
 
     address: int
     pushed: int = 0
-    """Number of bytes that the relocated instruction has pushed before it reached the address."""
+    """Number of bytes that the relocated instruction's code before the address has pushed."""
     is_calling: bool = False
     """Whether the address is in a relocated call that has stored its return address but has yet to jump."""
 

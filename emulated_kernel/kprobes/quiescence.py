@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 class GracePeriod:
-    """Tells which text CPUs and tasks still use; also runs or freezes the tasks so that they leave text.
+    """Tells which text is in use by CPUs and tasks; also runs or freezes tasks so that they leave text.
 
     The methods may be called only while the guest is stopped.
     """

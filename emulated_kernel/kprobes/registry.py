@@ -174,9 +174,9 @@ class Kprobes:
         `kind`: letter for the kind of the probe in kprobes/list. `on_assembled` is called with the assembled
         handlers before the probe is armed.
 
-        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text, code that
-        cannot be assembled), ENOENT (unknown symbol, or an address in no symbol), EILSEQ (not at an
-        instruction), ENOMEM.
+        Raises: KernelError EINVAL (not exactly one of symbol and address is given, registered already,
+        blacklisted, not text, code that cannot be assembled), ENOENT (unknown symbol, or an address in no
+        symbol), EILSEQ (not at an instruction), ENOMEM.
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()

@@ -52,7 +52,7 @@ class ProbedMachine(ABC):
         The argument is the function's stack pointer at its entry. The interrupted code continues.
         """
         self.on_switch: list[Callable[[int], None]] = []
-        """Functions to call with the CPU's number when another CPU becomes the current one."""
+        """Functions to call when another CPU has become the current one, with that CPU's number."""
         self.clock_loops: list[range] = []
         """Address ranges of loops that read the clock, and read it again if it has changed since."""
         self.interrupt_if: list[Callable[[], bool]] = []

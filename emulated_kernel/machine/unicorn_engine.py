@@ -375,7 +375,9 @@ class Engine(CodeCache):
         return self.exit_switch is not None and bool(self.exit_switch[0])
 
     def stop_between_blocks(self, only: bool) -> None:
-        """Stop runs only between blocks if `only` is True, otherwise also after each hook and memory access.
+        """Select where a requested stop of a run takes effect.
+
+        `only`: only between blocks; False: also after a hook or a memory access.
 
         If `exit_switch` is None, do nothing: runs then also stop after hooks and accesses.
         """

@@ -88,7 +88,7 @@ def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
 
 
 def _instructions(analysis: RiscvFunctionAnalysis, addr: int) -> _Replaced | Rejection:
-    """Return the instructions from `addr` on that a jump replaces, or the rejection of the jump."""
+    """Return the instructions that a jump at `addr` would replace, or the rejection of the jump."""
     found = _Replaced()
     at = addr
     while at < addr + LONG_JUMP_SIZE:

@@ -171,7 +171,7 @@ def check_faults(bench: Bench) -> None:
 
 
 def check_breakpoint_without_handler(bench: Bench) -> None:
-    """Check that an ebreak without a handler is an exception at the instruction."""
+    """Check that an ebreak without a handler is reported as a breakpoint trap at its address."""
     bench.run(_NOP + EBREAK)
     if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.BREAKPOINT, bench.va + 4)]:
         raise HardwareError(f"ebreak arrived as {[str(trap) for trap in bench.traps]}")

@@ -1,4 +1,4 @@
-"""Fprobe events, which probe entries and exits of functions at fentry sites, and tracepoint events."""
+"""Fprobe events, which probe functions at fentry sites, and dynamic events that probe tracepoints."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _RecoveredPage:
     """The valid events of a page: the consumed events, and then the unread events."""
 
     number: int
-    """Number of the page."""
+    """Index of the page among the buffer's pages in memory."""
     consumed: _IntactEvents
     unread: _IntactEvents
 

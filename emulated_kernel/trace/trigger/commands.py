@@ -117,7 +117,10 @@ class StackTrace(ControlTrigger):
 
 @dataclass(frozen=True)
 class ControlCommand(TriggerCommand):
-    """The command `NAME[:COUNT] [if FILTER]`. Mirrors: event_trigger_parse, register_trigger (v6.1)."""
+    """The command traceon, traceoff, snapshot or stacktrace: `NAME[:COUNT] [if FILTER]`.
+
+    Mirrors: event_trigger_parse, register_trigger (v6.1).
+    """
 
     name: str
     trigger: type[ControlTrigger]

@@ -59,7 +59,7 @@ class RiscvLinuxCpu(LinuxCpu):
 
     @property
     def privilege(self) -> int:
-        """Current privilege level: 0 in the kernel, 3 in user mode; see LinuxCpu."""
+        """Current privilege level, numbered as on x86: 0 in the kernel, 3 in user mode; see LinuxCpu."""
         return 0 if self.mode[0] else 3
 
     @property

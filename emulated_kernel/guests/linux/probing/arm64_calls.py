@@ -45,7 +45,9 @@ MAKER = """
     imm64:kthread_create_on_node | kthread_create_on_node_at: .quad kthread_create_on_node
     imm64:wake_up_process        | wake_up_process_at: .quad wake_up_process
 """
-"""Code of the work's function: create the kernel thread and wake it, or store the error in the mailbox.
+"""Code of the queued work_struct's function.
+
+It creates the kernel thread and wakes it, or stores the error in the mailbox.
 
 The mailbox is the memory with the data of the call; see kernel_calls.py.
 """
