@@ -42,7 +42,10 @@ class OwnPaths:
         self._opening: set[int] = set()
         """Numbers of the opens in progress, as begin_open() has returned them."""
         self._looked_up = threading.local()
-        """What expect() records for learn(): path of the directory, name, and value of `_changes`."""
+        """The lookup of each thread, which expect() records and learn() reads.
+
+        It consists of the directory's path, the name, and the value of `_changes` at the time.
+        """
 
     def expect(self, directory: int, name: bytes) -> None:
         """Record that the calling thread looks up `name` in the directory with the node id `directory`."""

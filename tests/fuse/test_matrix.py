@@ -227,24 +227,20 @@ def test_the_row_of_pytest_names_the_test_and_the_refusal(tmp_path: Path) -> Non
     assert "Invalid register name" in found["line"]
 
 
+def on_two_kernels(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell script by `matrix` on Linux 6.1 and 7.2; `directory` gets the report r.xml."""
+    kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
+    command = ("sh", "-c", f"cd $KPROBEFS; {script}")
+    words = ("matrix", "--junit", "r.xml", *kernels, "--", *command)
+    return kprobefs(*words, program=REAL_PROGRAM, cwd=str(directory))
+
+
 @needs_fuse
 @pytest.mark.mounted
 def test_a_command_that_exits_with_77_is_skipped(tmp_path: Path) -> None:
     """The last line of the command's output is the reason. A skipped kernel is no failure."""
     script = "echo error: tried; test -e tracing/touched_functions || { echo needs Linux 6.4; exit 77; }"
-    kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
-    done = kprobefs(
-        "matrix",
-        "--junit",
-        "r.xml",
-        *kernels,
-        "--",
-        "sh",
-        "-c",
-        f"cd $KPROBEFS; {script}",
-        program=REAL_PROGRAM,
-        cwd=str(tmp_path),
-    )
+    done = on_two_kernels(script, tmp_path)
     assert done.returncode == ExitStatus.OK, done.stderr
     _, skipped, passed = done.stdout.splitlines()
     assert skipped.split()[2:] == ["skipped", skipped.split()[3], "needs", "Linux", "6.4"]
@@ -332,19 +328,7 @@ def test_a_kernel_that_has_panicked_fails(tmp_path: Path) -> None:
     script = (
         """test ! -e tracing/touched_functions || echo 'panic "disk %s on fire" "sda"' > machine/call; true"""
     )
-    kernels = ("--arch", "x86_64", "--profile", "linux-6.1", "--profile", "linux-7.2")
-    done = kprobefs(
-        "matrix",
-        "--junit",
-        "r.xml",
-        *kernels,
-        "--",
-        "sh",
-        "-c",
-        f"cd $KPROBEFS; {script}",
-        program=REAL_PROGRAM,
-        cwd=str(tmp_path),
-    )
+    done = on_two_kernels(script, tmp_path)
     assert done.returncode == ExitStatus.FAILURE, done.stderr
     _, passed, panicked, *rest = done.stdout.splitlines()
     assert passed.split()[2] == "passed"

@@ -362,7 +362,10 @@ def test_several_modules_are_built_by_one_command(tmp_path: Path) -> None:
 def test_a_module_for_another_architecture_replaces_the_file(
     one: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in Linux's build, the file has the same name for each architecture. The output says what it was."""
+    """The file has the same name for each architecture, as in Linux's build.
+
+    The output says that the replaced file was for another architecture.
+    """
     if shutil.which(TARGETS[one].compiler) is None:
         pytest.skip(f"no {TARGETS[one].compiler}")
     directory = tmp_path / "recurses"

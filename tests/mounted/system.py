@@ -30,7 +30,7 @@ By this file, perf-tools allow only one tracing tool at a time.
 def as_system(script: str, home: Path, *options: str) -> str:
     """Return the output of a shell script whose commands find the mount at the system's place of tracefs.
 
-    `home`, `options`: see beside().
+    `home` and `options` are passed to beside().
     """
     return beside(OWN_LOCK + script, home, "--as-system", *options)
 

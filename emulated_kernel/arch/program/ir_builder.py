@@ -19,7 +19,7 @@ class EntryKind(Enum):
     """How control enters a handler program."""
 
     BREAKPOINT = auto()
-    """By a breakpoint; the handler of the trap set the ip to the program's code."""
+    """By a breakpoint, whose trap is handled by setting the ip to the start of the program."""
     JUMP = auto()
     """By the jump of an optimized probe, without a trap."""
     CALL = auto()
