@@ -183,27 +183,25 @@ class DaemonStart:
     def _report(self, failure: CliError) -> None:
         """Log a failure of the daemon, and send its message to the starting process.
 
-        If the message was sent, remove the log, unless the user has named the log file.
+        Before the message is sent, remove the log, unless the user has named the log file.
         """
         why = last_line(STANDARD_ERROR) if failure.is_explained else ""
         message = f"{failure}: {why}" if why else str(failure)
         if failure.is_explained:
             message += mountpoints.fusermount_advice()
         log.error("%s", escape_for_terminal(message))
-        if self._notify_failure(message, failure.status):
-            self._remove_own_log()
+        self._notify_failure(message, failure.status, keeps_log=False)
 
     def _report_unexpected(self, error: BaseException) -> None:
         lacking = resource_hint(error)
-        if lacking and self._notify_failure(lacking, ExitStatus.FAILURE):
-            self._remove_own_log()
-        else:
+        if not lacking or not self._notify_failure(lacking, ExitStatus.FAILURE, keeps_log=False):
             log.exception("the daemon failed")
             self._notify_failure(self._bug(f"{type(error).__name__}: {error}"), ExitStatus.FAILURE)
 
     def _remove_own_log(self) -> None:
         if self._is_own_log:
-            self._log_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._log_file.unlink()
 
     def _remove_empty_log(self) -> None:
         with suppress(FileNotFoundError):
@@ -223,19 +221,25 @@ class DaemonStart:
     def _bug(self, reason: str) -> str:
         return f"the daemon failed at its start: {reason}: see {self._log_file}"
 
-    def _notify_failure(self, message: str, status: ExitStatus) -> bool:
+    def _notify_failure(self, message: str, status: ExitStatus, *, keeps_log: bool = True) -> bool:
         # The message may name the log, which is read when this process has answered.
         for handler in logging.getLogger().handlers:
             handler.flush()
-        return self._notify_starter(bytes((status,)) + message.encode(errors="surrogateescape"))
+        return self._notify_starter(
+            bytes((status,)) + message.encode(errors="surrogateescape"), keeps_log=keeps_log
+        )
 
-    def _notify_starter(self, message: bytes) -> bool:
+    def _notify_starter(self, message: bytes, *, keeps_log: bool = True) -> bool:
         """Send a message to the starting process, unless an earlier one was sent.
 
+        `keeps_log`: if False, remove the daemon's own log before the message is sent.
         Return False if an earlier one was sent, else True, even if the starting process is dead.
         """
         if not self._is_notified.acquire(blocking=False):
             return False
+        # When the starting process has the message, its user may already look at the directory.
+        if not keeps_log:
+            self._remove_own_log()
         # The starting process may be dead.
         with suppress(BrokenPipeError):
             os.write(self._writer, message)

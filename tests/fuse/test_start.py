@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from emulated_kernel.image.builtin_image import PREBUILT
+from emulated_kernel.util.config import MachineConfig
 from kprobefs.common.compile_ahead import FILE_NAME
-from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, ExitStatus
+from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, CliError, ExitStatus
+from kprobefs.daemon.daemon import start_in_background
+from kprobefs.mount_options import MountOptions
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -432,6 +436,25 @@ def test_a_runtime_directory_that_is_full(
         assert sorted(place.rglob("*")) == before
     finally:
         subprocess.run(["umount", "-l", str(place)], timeout=PATIENCE, check=True)
+
+
+def test_a_failed_start_has_no_log_when_the_command_returns(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon removes its log before the starting process gets the failure, however long this takes."""
+    unlink = Path.unlink
+
+    def unlink_slowly(path: Path, missing_ok: bool = False) -> None:
+        time.sleep(0.3)
+        unlink(path, missing_ok)
+
+    def build(_options: MountOptions) -> NoReturn:
+        raise CliError("no kernel today")
+
+    monkeypatch.setattr(Path, "unlink", unlink_slowly)
+    with pytest.raises(CliError, match="no kernel today"):
+        start_in_background(MountOptions(str(directory), MachineConfig()), build)
+    assert logs() == []
 
 
 @pytest.mark.parametrize("is_file", [True, False])
