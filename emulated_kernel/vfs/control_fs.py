@@ -129,7 +129,7 @@ class ControlFile(FileDescription):
     def _read(self, client: Client, size: int, offset: int) -> bytes:
         """Do the next step of a read; the last step returns the data.
 
-        Lock: takes. Raises: YieldLock (more steps follow), and the errors of FileDescription.read().
+        Lock: taken. Raises: YieldLock (more steps follow), and the errors of FileDescription.read().
         """
         with self.guard:
             if self.fs.lock.is_lent or self.inner.node.is_unseen:
@@ -170,13 +170,13 @@ class ControlFile(FileDescription):
                     wait.gate.wait()
 
     def _check_writer(self, client: Client) -> None:
-        """Raise KernelError EINTR if the process of the write was killed. Lock: leaves."""
+        """Raise KernelError EINTR if the process of the write was killed. Lock: not used."""
         if self.fs.lock.is_dying(get_ident()):
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return the node's ready events as a poll mask; see FileDescription. Lock: takes."""
+        """Return the node's ready events as a poll mask; see FileDescription. Lock: taken."""
         with self.fs.lock:
             self.check()
             return self.inner.poll(notify)
@@ -206,7 +206,7 @@ class ControlFile(FileDescription):
     def release(self) -> None:
         """Release the node's open file, and close the guest's descriptor; see FileDescription.
 
-        Lock: takes.
+        Lock: taken.
         """
         fs = self.fs
         with self.guard if self.fd is None else fs.lock:
@@ -254,7 +254,7 @@ class ControlDirectory(OpenDirectory):
     def release(self) -> None:
         """Release the description, and close the guest's descriptor if it is open; see FileDescription.
 
-        Lock: takes.
+        Lock: taken.
         """
         with self.fs.lock.observing() if self.fd is None else self.fs.lock:
             self.fs.opened.pop(self, None)
@@ -349,7 +349,7 @@ class PendingWrite:
     def step(self) -> int:
         """Do the next step of the write. After the last step, return the number of bytes written.
 
-        Lock: takes. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE (another kernel was
+        Lock: taken. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE (another kernel was
         booted since the write began), EIO, or an error of the file.
         """
         file = self.file
@@ -425,7 +425,7 @@ class GuestCalls:
     def sees_lookups(self) -> bool:
         """Whether looked_up() and on_file() may repeat a request for attributes in the guest.
 
-        Lock: leaves.
+        Lock: not used.
         """
         return False
 
@@ -434,7 +434,7 @@ class GuestCalls:
 
         `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
         exists; None for any other request.
-        Lock: leaves, unlike most methods of this class.
+        Lock: not used, unlike most methods of this class.
         """
         del opened
         return client
@@ -442,7 +442,7 @@ class GuestCalls:
     def informed_of_file(self, client: Client) -> Client:
         """Return `client` with the facts about its process that a read or write of an open file needs.
 
-        Lock: leaves.
+        Lock: not used.
         """
         return self.informed(client)
 
@@ -582,7 +582,7 @@ class ControlFs(FileSystem):
     def note_user(self, client: Client) -> None:
         """Store the client's user in ControlLock.user, so that this user's limits apply to the change.
 
-        Store 0 for the owner of the mount. Lock: needs.
+        Store 0 for the owner of the mount. Lock: held.
         """
         self.lock.user = client.uid if client.uid != self.tree.owner.uid else 0
 
@@ -897,7 +897,7 @@ class ControlFs(FileSystem):
     def settled(self) -> AbstractContextManager[object]:
         """Return a context manager that waits, after the `with` block, until the block's changes are saved.
 
-        If there is no watcher, the context manager does not wait. Lock: leaves.
+        If there is no watcher, the context manager does not wait. Lock: not used.
         """
         return _SETTLED if self.watcher is None else _settled(self.watcher)
 

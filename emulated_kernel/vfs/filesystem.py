@@ -1,12 +1,12 @@
 """FileSystem and FileDescription: the interfaces of the file systems and of the open files of a mount.
 
-Each method documents its use of the control lock by one of five words:
+Each method documents its use of the control lock:
 
-- *takes*: the method takes the lock and releases it;
-- *yields*: the method takes the lock, and releases it for other threads between two pieces of its work;
-- *needs*: the caller holds the lock;
-- *leaves*: the method neither takes nor needs the lock, and must not wait for the thread that holds it;
-- *either*: an implementation may take the lock.
+- "Lock: held": the caller holds the lock;
+- "Lock: taken": the method takes the lock and releases it;
+- "Lock: taken in pieces": the method also releases the lock for other threads between two pieces of its work;
+- "Lock: may be taken": an implementation may take the lock;
+- "Lock: not used": the method does not need the lock, and must not wait for the thread that holds it.
 
 All methods raise KernelError with Linux's errno. The default implementations in this module behave like
 Linux 6.1 for a file system without the operation. None of them raises ENOSYS, because FUSE remembers that
@@ -84,7 +84,7 @@ class FileSystem(ABC):
         """Repeat in the guest the forks and exits of clients' processes since the last request, if any.
 
         A front end calls this method while a client waits for data, because an exit may make a record. If
-        nothing has happened, the method begins no request. Lock: takes.
+        nothing has happened, the method begins no request. Lock: taken.
         """
 
     def request(self, client: Client | None) -> AbstractContextManager[object]:
@@ -98,12 +98,12 @@ class FileSystem(ABC):
     def sees_lookups(self) -> bool:
         """Whether getattr() needs its client now, so that the guest can repeat the client's call.
 
-        Lock: leaves.
+        Lock: not used.
         """
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return `client` with the facts about its process that a request needs. Lock: leaves.
+        """Return `client` with the facts about its process that a request needs. Lock: not used.
 
         `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
         exists; None for any other request.
@@ -117,7 +117,7 @@ class FileSystem(ABC):
 
     @abstractmethod
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of a file. Lock: takes.
+        """Return the attributes of a file. Lock: taken.
 
         `client` returns the process that requests the attributes; it is None if no process does. If the
         process's system call ends with this lookup, the guest may repeat the call, even if the file does not
@@ -128,7 +128,7 @@ class FileSystem(ABC):
 
     @abstractmethod
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Return the entries of a directory, "." and ".." first. Lock: takes.
+        """Return the entries of a directory, "." and ".." first. Lock: taken.
 
         The mount itself adds the entries of file systems that are mounted in the directory. If `path` is the
         root of this file system, the mount corrects the inode number of "..".
@@ -137,12 +137,12 @@ class FileSystem(ABC):
         """
 
     def readlink(self, client: Client, path: str) -> str:
-        """Return the target of a symbolic link. Lock: takes. Raises: KernelError EINVAL (not a link)."""
+        """Return the target of a symbolic link. Lock: taken. Raises: KernelError EINVAL (not a link)."""
         raise KernelError(errno.EINVAL, path)
 
     @abstractmethod
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file with the flags of a system call, including O_TRUNC. Lock: takes. Begins a request.
+        """Open a file with the flags of a system call, including O_TRUNC. Lock: taken. Begins a request.
 
         The implementation adds the description to `opened`.
         Raises: KernelError EISDIR, EACCES, and the errors of getattr().
@@ -156,7 +156,7 @@ class FileSystem(ABC):
         raise self._refused(errno.EACCES, path)
 
     def opendir(self, client: Client, path: str) -> OpenDirectory:
-        """Open a directory. Lock: takes. The host has checked that `path` is a directory."""
+        """Open a directory. Lock: taken. The host has checked that `path` is a directory."""
         directory = OpenDirectory(self, path)
         self.opened[directory] = None
         return directory
@@ -164,14 +164,14 @@ class FileSystem(ABC):
     def chdir(self, client: Client, path: str) -> None:
         """Report a client's change of its working directory to the guest, which cannot refuse the change.
 
-        Lock: either.
+        Lock: may be taken.
         """
 
     def statfs(self, path: str) -> StatFs:
-        """Return the capacity of the file system. Lock: either. Mirrors: fs/libfs.c:simple_statfs (v6.1)."""
+        """Return the file system's capacity. Lock: may be taken. Mirrors: fs/libfs.c:simple_statfs (v6.1)."""
         return StatFs()
 
-    # Changes. Lock: takes. Each method may begin a request.
+    # Changes. Lock: taken. Each method may begin a request.
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """Create a directory. Raises: KernelError EPERM, EEXIST."""
@@ -238,24 +238,24 @@ class FileSystem(ABC):
     # Policy that a front end would otherwise have to implement
 
     def name_lasts(self, path: str) -> bool:
-        """Return True if a front end may use the name at `path` again without a getattr(). Lock: takes.
+        """Return True if a front end may use the name at `path` again without a getattr(). Lock: taken.
 
         The front end may do so until the file system calls `on_names_end`.
         """
         return False
 
     def has_many_nodes(self, path: str) -> bool:
-        """Return True if rmdir(2) of the directory `path` frees thousands of nodes. Lock: takes."""
+        """Return True if rmdir(2) of the directory `path` frees thousands of nodes. Lock: taken."""
         return False
 
     def is_always_open(self, path: str) -> bool:
         """Return True if the file at `path` can be opened even if the mount's limit of open files is reached.
 
-        Lock: leaves.
+        Lock: not used.
         """
         return False
 
-    # For the daemon. Lock: needs, except for is_dead and close, which take it.
+    # For the daemon. Lock: held, except for is_dead and close, which take it.
 
     def open_in_guest(self, *, names_end: bool = True) -> None:
         """Open the clients' open files in the guest too, because probes could notice calls from now on.
@@ -299,7 +299,7 @@ class FileSystem(ABC):
     def _moved(self, old: str, new: str) -> None:
         """Update the paths of open directories after rename(2) of `old` to `new`.
 
-        If `new` is GONE, update them after rmdir(2) of `old`. Lock: needs.
+        If `new` is GONE, update them after rmdir(2) of `old`. Lock: held.
         """
         for opened in list(self.opened):
             if opened.is_directory:
@@ -330,12 +330,12 @@ class FileDescription:
 
     @property
     def stream(self) -> bool:
-        """Whether lseek(2) fails with ESPIPE. Lock: leaves."""
+        """Whether lseek(2) fails with ESPIPE. Lock: not used."""
         return False
 
     @property
     def acts_on_close(self) -> bool:
-        """Whether release() has an effect that other files show. Lock: leaves.
+        """Whether release() has an effect that other files show. Lock: not used.
 
         The mount evaluates this after the open and after each write.
         """
@@ -343,7 +343,7 @@ class FileDescription:
 
     @property
     def reads_host(self) -> bool:
-        """Whether a write reads files of the host, which can take long. Lock: leaves."""
+        """Whether a write reads files of the host, which can take long. Lock: not used."""
         return False
 
     @property
@@ -351,7 +351,7 @@ class FileDescription:
         """Return True if write() never reads a host file first, and if its `data` may be a memoryview.
 
         The front end may then pass a view of its request buffer. write() must copy the data before it lets
-        another request run, because that request overwrites the buffer. Lock: leaves.
+        another request run, because that request overwrites the buffer. Lock: not used.
         """
         return False
 
@@ -366,7 +366,7 @@ class FileDescription:
         return KernelError(self.error, why)
 
     def getattr(self, client: Callable[[], Client] | None = None) -> Stat:
-        """Return the attributes of the open file, whose name may have been removed. Lock: takes.
+        """Return the attributes of the open file, whose name may have been removed. Lock: taken.
 
         `client`: see FileSystem.getattr.
         """
@@ -380,7 +380,7 @@ class FileDescription:
         return self.fs.informed(client)
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes, or b"" at the end of the file. Lock: takes. May begin a request.
+        """Return at most `size` bytes, or b"" at the end of the file. Lock: taken. May begin a request.
 
         Raises: KernelError EINVAL, WouldBlock (no data yet: call wait() and read again, or call give_up()).
         """
@@ -389,21 +389,20 @@ class FileDescription:
     def read_page(self, client: Client, size: int, offset: int) -> bytes:
         """Return a page for the host's page cache, for splice(2), sendfile(2) or mmap(2).
 
-        Lock: takes. May begin a request. Raises: the errors of read().
+        Lock: taken. May begin a request. Raises: the errors of read().
         """
         return self.read(client, size, offset)
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write `data` at `offset`, and return the number of bytes written, which may be fewer than given.
 
-        Lock: yields. The file may process the data in pieces, between which the lock is released. Each piece
-        may begin a request.
+        Lock: taken in pieces. The file may process the data in pieces; each of them may begin a request.
         Raises: KernelError EINVAL, WouldBlock (not ready: call wait() and write again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return the mask of ready poll events. Lock: either.
+        """Return the mask of ready poll events. Lock: may be taken.
 
         `notify`: called once when the mask changes; None: no client waits for a change.
         """
@@ -412,17 +411,17 @@ class FileDescription:
     def wait(self, timeout: float) -> None:
         """Wait until the file may be ready, for at most `timeout` seconds.
 
-        Lock: leaves, because this method sleeps.
+        Lock: not used, because this method sleeps.
         """
 
     def give_up(self, client: Client, error: int) -> None:
         """Give up a call that raised WouldBlock: the call of `client` fails with the errno `error`.
 
-        Lock: takes.
+        Lock: taken.
         """
 
     def fsync(self, client: Client, *, only_data: bool) -> None:
-        """Write cached data to storage. Lock: either.
+        """Write cached data to storage. Lock: may be taken.
 
         `only_data`: whether metadata may stay in the cache, as in fdatasync(2).
         Raises: KernelError EINVAL (the file has no such operation, like Linux's files without ->fsync).
@@ -430,14 +429,14 @@ class FileDescription:
         raise KernelError(errno.EINVAL, self.path)
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """Set the size of the file. Lock: takes. Raises: KernelError EINVAL."""
+        """Set the size of the file. Lock: taken. Raises: KernelError EINVAL."""
         raise KernelError(errno.EINVAL, self.path)
 
     def set_status_flags(self, flags: int) -> None:
-        """Set the open file's status flags to `flags`, the new flags of fcntl(F_SETFL). Lock: leaves."""
+        """Set the open file's status flags to `flags`, the new flags of fcntl(F_SETFL). Lock: not used."""
 
     def release(self) -> None:
-        """Release the description, because its last descriptor was closed. Lock: either.
+        """Release the description, because its last descriptor was closed. Lock: may be taken.
 
         The request has no client.
         """
@@ -464,7 +463,7 @@ class OpenDirectory(FileDescription):
         return self.fs.readdir(require_path(self.path), client)
 
     def listed(self, client: Client) -> None:
-        """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: takes."""
+        """Repeat the client's getdents64(2) in the guest; by default, do nothing. Lock: taken."""
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Refuse to read a directory. Raises: KernelError EISDIR, like the other operations for files."""

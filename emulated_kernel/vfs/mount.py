@@ -536,11 +536,11 @@ class Mount:
 
     @property
     def is_debugged(self) -> bool:
-        """Whether a debugger holds the guest. Lock: leaves."""
+        """Whether a debugger holds the guest. Lock: not used."""
         return self._root.lock.is_lent
 
     def is_dead(self) -> bool:
-        """Return True if the guest cannot run any more. Lock: takes, as every request does."""
+        """Return True if the guest cannot run any more. Lock: taken, as every request does."""
         return self._root.is_dead()
 
     def close(self) -> None:

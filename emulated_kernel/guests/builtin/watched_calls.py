@@ -16,7 +16,7 @@ If more words are patched, all calls are watched.
 
 
 class WatchedCalls:
-    """Finds the kinds of clients' system calls that a probe or tracer could notice. Lock: leaves.
+    """Finds the kinds of clients' system calls that a probe or tracer could notice. Lock: not used.
 
     A call is watched if it can execute patched text.
     If a module is loaded, all calls are watched while any text is patched, because the kernel may call the
@@ -90,7 +90,7 @@ class WatchedCalls:
             self._tell(names_end=bool(more & Calls.NAMES))
 
     def open_files(self) -> None:
-        """Open in the guest all files that clients have open but that are not open in the guest. Lock: needs.
+        """Open in the guest all files that clients have open but that are not open in the guest. Lock: held.
 
         This precedes a change that patches more text.
         """

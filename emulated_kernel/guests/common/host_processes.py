@@ -124,7 +124,7 @@ class ProcessWatch:
         return None
 
     def known_comm(self, pid: int) -> str | None:
-        """Return the known name of the process, or None if comm() must read it. Lock: leaves.
+        """Return the known name of the process, or None if comm() must read it. Lock: not used.
 
         The name is up to date if has_events(), called afterwards without the lock, returns False.
         """

@@ -61,7 +61,7 @@ class Workload(Protocol):
 
 
 class WorkloadHost(Protocol):
-    """Interface of a kernel that runs workloads. Lock: needs."""
+    """Interface of a kernel that runs workloads. Lock: held, for all methods."""
 
     @property
     def is_dead(self) -> bool:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 class ChangeWatcher(ABC):
     """Interface of an object that is called after each request that may have changed a control file.
 
-    Lock: needs, for all methods except settle().
+    Lock: held, for all methods except settle().
     """
 
     @abstractmethod
@@ -43,6 +43,6 @@ class ChangeWatcher(ABC):
     def settle(self) -> None:
         """Wait until the changes that the calling thread has reported are saved.
 
-        The file system calls this method before it answers the request. Lock: leaves, because the host's file
-        system may take any time.
+        The file system calls this method before it answers the request.
+        Lock: not used, because the host's file system may take any time.
         """

@@ -43,7 +43,7 @@ class NodeTree:
     def removed(self, path: str) -> None:
         """Empty the cache of nodes and call `on_removal`, because the kernel has removed directories.
 
-        `path` is the last part of the removed directories' paths, such as GROUP/EVENT. Lock: needs.
+        `path` is the last part of the removed directories' paths, such as GROUP/EVENT. Lock: held.
         """
         self._forget()
         self.on_removal(path)

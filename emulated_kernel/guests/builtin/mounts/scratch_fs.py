@@ -116,7 +116,7 @@ class ScratchFile(FileDescription):
             self.fs.ftruncate(client, self, size)
 
     def release(self) -> None:
-        """Release the description after its last descriptor was closed; see FileDescription. Lock: takes."""
+        """Release the description after its last descriptor was closed; see FileDescription. Lock: taken."""
         with self.fs.lock:
             self.fs.opened.pop(self, None)
             if not self.error:
@@ -148,7 +148,7 @@ class ScratchDirectory(OpenDirectory):
             return fs.look(require_path(self.path))
 
     def fsync(self, client: Client, *, only_data: bool) -> None:
-        """Repeat the client's call of fsync or fdatasync in the guest; see FileDescription. Lock: takes."""
+        """Repeat the client's call of fsync or fdatasync in the guest; see FileDescription. Lock: taken."""
         del only_data
         if self.file is not None:
             with self.fs.lock:
@@ -160,7 +160,7 @@ class ScratchDirectory(OpenDirectory):
             self.fs.calls.listed(client, self.file.fd if self.file is not None else None)
 
     def release(self) -> None:
-        """Release the description after its last descriptor was closed; see FileDescription. Lock: takes."""
+        """Release the description after its last descriptor was closed; see FileDescription. Lock: taken."""
         with self.fs.lock:
             self.fs.opened.pop(self, None)
             if self.file is not None:
@@ -240,11 +240,11 @@ class ScratchFs(FileSystem):
             return found
 
     def look(self, path: str) -> Stat:
-        """Return the attributes of a file without a system call in the guest. Lock: needs."""
+        """Return the attributes of a file without a system call in the guest. Lock: held."""
         return self._stat(self._sys.look(path))
 
     def look_fd(self, fd: int) -> Stat:
-        """Return the attributes of an open file without a system call in the guest. Lock: needs."""
+        """Return the attributes of an open file without a system call in the guest. Lock: held."""
         return self._stat(self._sys.look_fd(fd))
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
@@ -327,7 +327,7 @@ class ScratchFs(FileSystem):
         return file
 
     def read(self, client: Client, file: ScratchFile, size: int, offset: int) -> bytes:
-        """Read from an open file by a call of the client's task; see ScratchFile. Lock: needs."""
+        """Read from an open file by a call of the client's task; see ScratchFile. Lock: held."""
         task = self._task(client)
         call = facts_of(client).call
         if call is not None and call.fd is not None:
@@ -346,7 +346,7 @@ class ScratchFs(FileSystem):
         return data
 
     def write(self, client: Client, file: ScratchFile, data: bytes, offset: int) -> int:
-        """Write to an open file by a call of the client's task; see ScratchFile. Lock: needs."""
+        """Write to an open file by a call of the client's task; see ScratchFile. Lock: held."""
         task = self._task(client)
         call = facts_of(client).call
         if call is not None and call.fd is not None:
@@ -381,7 +381,7 @@ class ScratchFs(FileSystem):
         file.position = offset
 
     def close_file(self, file: ScratchFile) -> None:
-        """Close a file in the guest. Lock: needs."""
+        """Close a file in the guest. Lock: held."""
         if not self.guest.is_dead:
             self.guest.close_file(file.fd, file.number)
 

@@ -75,7 +75,7 @@ class ProcessTracker(TaskObserver):
     def facts(
         self, client: Client, unshown: str | None, instead: str | None = None, *, needs_fd: bool = True
     ) -> ClientFacts:
-        """Read the facts about a client that the guest needs. Lock: leaves; the reads can take 0.2 s.
+        """Read the facts about a client that the guest needs. Lock: not used; the reads can take 0.2 s.
 
         `unshown`: the name that unshown_program() has returned; if it is None, the program's path is not
         read. `instead`: see client_call(). `needs_fd`: if the client's call is an open(2), also find the
@@ -90,7 +90,7 @@ class ProcessTracker(TaskObserver):
         return ClientFacts(call, next_fd, unshown or "", program)
 
     def unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve(2) the guest has not repeated. Lock: needs.
+        """Return the name of a client whose latest execve(2) the guest has not repeated. Lock: held.
 
         Return None if the guest has repeated it, or if the client has ended.
         """
@@ -204,7 +204,7 @@ class ProcessTracker(TaskObserver):
             self._look_for_execs()
 
     def has_news(self) -> bool:
-        """Return True if forks, names or exits of the host's processes must be replayed. Lock: needs."""
+        """Return True if forks, names or exits of the host's processes must be replayed. Lock: held."""
         self._look(0)
         return bool(self._forked or self._ended) or self._has_new_name()
 

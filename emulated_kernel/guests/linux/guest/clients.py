@@ -71,7 +71,7 @@ class LinuxClients:
         """Return `client`, with the process's name and program path if they are new to the guest.
 
         They are new if the guest has not yet repeated the process's latest execve(2).
-        Lock: leaves; the reads can take 0.1 s.
+        Lock: not used; the reads can take 0.1 s.
         """
         pid = client.pid
         task = self._by_pid.get(pid)
@@ -199,7 +199,7 @@ class LinuxClients:
         return task
 
     def has_news(self) -> bool:
-        """Return True if the guest must still repeat a fork, exit or new name of a client. Lock: needs."""
+        """Return True if the guest must still repeat a fork, exit or new name of a client. Lock: held."""
         self._look(0)
         return bool(self._forked or self._ended) or self._has_new_name()
 
@@ -278,6 +278,6 @@ class LinuxClients:
                 task.alive = False
 
     def close(self) -> None:
-        """Stop watching processes. Lock: needs."""
+        """Stop watching processes. Lock: held."""
         self._is_closed = True
         self._watch.close()

@@ -104,7 +104,7 @@ class PassingTime:
     def request_begins(self) -> None:
         """Advance the time by a tick. Give the guest a turn if a timer has expired, or after many requests.
 
-        Lock: needs. Raises: GuestFault.
+        Lock: held. Raises: GuestFault.
         Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
         """
         pc = self._pc
@@ -169,7 +169,7 @@ class RealTime:
         """Advance the guest's time by the real time that has passed, at most _LONGEST_PAUSE nanoseconds.
 
         If this is a tick or more, also run the guest's own work.
-        Lock: needs. Raises: GuestFault.
+        Lock: held. Raises: GuestFault.
         """
         behind = self._pc.behind()
         if behind > _LONGEST_PAUSE:

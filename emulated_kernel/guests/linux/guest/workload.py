@@ -47,7 +47,10 @@ Mirrors: net/ipv4/tcp_output.c:tcp_send_loss_probe (v6.1).
 
 
 class LinuxWorkload:
-    """A workload of one kind; see guests/common/workloads.py:Workload. Lock: needs."""
+    """A workload of one kind, made by a task of a Linux guest; see guests/common/workloads.py:Workload.
+
+    Lock: held, for all methods.
+    """
 
     def __init__(
         self,

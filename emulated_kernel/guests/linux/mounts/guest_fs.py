@@ -101,7 +101,7 @@ class GuestFile(FileDescription):
         self.flags = self.flags & ~STATUS_FLAGS | self.status
 
     def write(self, client: Client, data: bytes, offset: int) -> int:
-        """Write to the open file; see FileDescription. Lock: takes.
+        """Write to the open file; see FileDescription. Lock: taken.
 
         Raises: WouldBlock (the call sleeps in the guest, or a shared task's call would sleep).
         """
@@ -155,7 +155,7 @@ class GuestFile(FileDescription):
         return self in self.fs.opened
 
     def mask(self) -> int:
-        """Return the poll mask of the events for which the file is ready. Lock: needs.
+        """Return the poll mask of the events for which the file is ready. Lock: held.
 
         For some files, such as hist files, the guest reports POLLPRI only once, so it is stored in `urgent`.
         """
@@ -174,7 +174,7 @@ class GuestFile(FileDescription):
             return mask
 
     def fsync(self, client: Client, *, only_data: bool) -> None:
-        """Write cached data to storage; see FileDescription. Lock: takes.
+        """Write cached data to storage; see FileDescription. Lock: taken.
 
         The file lives in the guest's memory, but probes see the call.
         """
@@ -191,7 +191,7 @@ class GuestFile(FileDescription):
     def release(self) -> None:
         """Release the description after its last descriptor was closed; see FileDescription.
 
-        The guest closes the file at the beginning of the next request to the mount. Lock: leaves.
+        The guest closes the file at the beginning of the next request to the mount. Lock: not used.
         """
         try:
             # One operation: the end of the mount clears the dictionary in another thread.
@@ -225,13 +225,13 @@ class GuestDirectory(OpenDirectory):
             return self.fs.sorted_entries(syscalls.getdents(task, self.fd))
 
     def fsync(self, client: Client, *, only_data: bool) -> None:
-        """Write the directory to storage by a call of the client's task; see FileDescription. Lock: takes."""
+        """Write the directory to storage by a call of the client's task; see FileDescription. Lock: taken."""
         with self.fs.request(client) as task:
             self.task = task
             self.fs.guest.syscalls.fsync(task, self.fd, only_data=only_data)
 
     def release(self) -> None:
-        """Release the description; the guest closes the directory before the next request. Lock: leaves."""
+        """Release the description; the guest closes the directory before the next request. Lock: not used."""
         try:
             del self.fs.opened[self]
         except KeyError:
@@ -465,7 +465,7 @@ class GuestFs(FileSystem):
     def has_many_nodes(self, path: str) -> bool:
         """Return True for a path in instances/, where rmdir(2) frees many nodes; see FileSystem.
 
-        Lock: leaves.
+        Lock: not used.
         """
         return self._place(path).startswith(f"{TRACEFS}/instances/")
 

@@ -54,7 +54,7 @@ class Polled(Protocol):
         """Whether the file has not been released."""
 
     def mask(self) -> int:
-        """Return the poll mask of the events for which the file is ready. Lock: needs."""
+        """Return the poll mask of the events for which the file is ready. Lock: held."""
 
 
 File = TypeVar("File", bound=Closable)
@@ -78,17 +78,17 @@ class DeferredCloses(Generic[File]):
         self._close = close
         self.deferred: deque[File] = deque()
         self.defer: Callable[[File], None] = self.deferred.append
-        """Queue a file, to be closed before the next request. Lock: leaves."""
+        """Queue a file, to be closed before the next request. Lock: not used."""
         self.taken: File | None = None
-        """The file that the guest closes together with the next open; None if there is none. Lock: needs."""
+        """The file that the guest closes together with the next open; None if there is none. Lock: held."""
 
     def take(self) -> None:
-        """Take the only deferred file, so that the following open closes it. Lock: needs."""
+        """Take the only deferred file, so that the following open closes it. Lock: held."""
         # Hazard: other threads may defer more files meanwhile.
         self.taken = self.deferred.popleft()
 
     def flush(self) -> None:
-        """Make the guest close all files that clients have released. Lock: needs.
+        """Make the guest close all files that clients have released. Lock: held.
 
         These files are the taken file and the deferred files; see DeferredCloses.
         """
@@ -290,7 +290,7 @@ class LinuxGuest:
     # Requests. Invariant: keep the order of the steps, because traces depend on it.
 
     def begin(self, client: Client, opens: bool) -> LinuxTask:
-        """Perform the deferred closes in the guest, and return the client's task. Lock: needs.
+        """Perform the deferred closes in the guest, and return the client's task. Lock: held.
 
         `client`: a result of LinuxClients.informed() at this request.
         `opens`: the call is an open; see Request. If it is True, one file may remain in `closes.taken`, which
@@ -312,7 +312,7 @@ class LinuxGuest:
         return task
 
     def settle(self) -> None:
-        """Begin a request that comes from no client: perform all deferred closes. Lock: needs."""
+        """Begin a request that comes from no client: perform all deferred closes. Lock: held."""
         if self.begins is not None:
             self.begins()
         if self.control_closes.deferred:
@@ -323,7 +323,7 @@ class LinuxGuest:
         """End a request: notify pollers, give freed memory back, and call the functions in `ended`.
 
         `has_failed`: the request has raised an exception, so only the functions in `ended` are called.
-        Lock: needs.
+        Lock: held.
         """
         try:
             if not has_failed:
@@ -344,7 +344,7 @@ class LinuxGuest:
                 self.end(has_failed=False)
 
     def see_free_pages(self) -> None:
-        """Give memory back to the host if the guest has freed many pages. Lock: needs."""
+        """Give memory back to the host if the guest has freed many pages. Lock: held."""
         pages = self.free_pages
         if not pages.low <= pages.words[pages.counter] <= pages.high:
             pages.look()
@@ -355,7 +355,7 @@ class LinuxGuest:
         """Make or continue a client's call that may sleep in the guest, and return its result.
 
         The first request makes the call by `begin`. If the call sleeps, further requests continue it.
-        Lock: needs. Raises: WouldBlock (the call sleeps).
+        Lock: held. Raises: WouldBlock (the call sleeps).
         """
         asked = self._asleep.get(client.pid)
         try:
@@ -374,7 +374,7 @@ class LinuxGuest:
         return result
 
     def give_up(self, client: Client) -> None:
-        """Kill the client's task, which sleeps in a call that the client has given up. Lock: takes."""
+        """Kill the client's task, which sleeps in a call that the client has given up. Lock: taken."""
         with self.running:
             self._asleep.pop(client.pid, None)
             self.clients.end(client.pid)
@@ -388,7 +388,7 @@ class LinuxGuest:
         return KernelError(errno.EINTR)
 
     def wait(self, timeout: float) -> None:
-        """Wait until wake() is called, for at most `timeout` seconds. Lock: leaves.
+        """Wait until wake() is called, for at most `timeout` seconds. Lock: not used.
 
         wake() follows each request, because the request may have woken a call that sleeps in the guest.
         """
@@ -400,7 +400,7 @@ class LinuxGuest:
                 self.waiters -= 1
 
     def wake(self) -> None:
-        """Wake all threads that are in wait(). Lock: leaves."""
+        """Wake all threads that are in wait(). Lock: not used."""
         with self._activity:
             self._activity.notify_all()
 
@@ -413,7 +413,7 @@ class LinuxGuest:
     # Files that the host generates from the guest's state
 
     def log_text(self) -> bytes:
-        """Return the content of the kernel log. Lock: needs.
+        """Return the content of the kernel log. Lock: held.
 
         If the guest is dead, return the end of the output on its serial console, and the cause of death.
         """
@@ -424,7 +424,7 @@ class LinuxGuest:
         return bytes(machine.pc.console) + f"{machine.death}\n".encode()
 
     def say(self, line: str) -> None:
-        """Write a line to the kernel log, if the guest is alive. Lock: takes."""
+        """Write a line to the kernel log, if the guest is alive. Lock: taken."""
         with suppress(KernelError), self.running:
             self.syscalls.say(line)
 
@@ -435,7 +435,7 @@ class LinuxGuest:
 
         `data`: the command that the client writes, which may also unload a module. The returned function
         runs the guest, and returns the number of bytes written. `refused`: names of kernel functions that
-        no module may use. Lock: leaves.
+        no module may use. Lock: not used.
         """
         try:
             change = self._modules.prepared(data, refused)
@@ -463,7 +463,7 @@ class LinuxGuest:
         return bool(self.tasks.machine.death)
 
     def close(self) -> None:
-        """Free the machine and wake waiting threads. A second call does nothing. Lock: takes."""
+        """Free the machine and wake waiting threads. A second call does nothing. Lock: taken."""
         with self.lock:
             if self.is_closed:
                 return

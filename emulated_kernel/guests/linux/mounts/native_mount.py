@@ -110,7 +110,7 @@ class _TextFile(FileDescription):
         self._text = text
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Read from the open file, even if the guest has died; see FileDescription. Lock: leaves."""
+        """Read from the open file, even if the guest has died; see FileDescription. Lock: not used."""
         del client
         return self._text[offset : offset + size]
 
@@ -131,7 +131,7 @@ class _HistoryFile(FileDescription):
     fs: MachineFs
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Read from the history, even if the guest has died; see FileDescription. Lock: leaves."""
+        """Read from the history, even if the guest has died; see FileDescription. Lock: not used."""
         del client
         return self.fs.history()[offset : offset + size]
 
@@ -178,7 +178,7 @@ class _CoreFile(FileDescription):
         self._core = core
 
     def read(self, client: Client, size: int, offset: int) -> bytes:
-        """Read from the core; see FileDescription. Lock: leaves."""
+        """Read from the core; see FileDescription. Lock: not used."""
         del client
         return os.pread(self._core.fileno(), size, offset)
 
@@ -239,7 +239,7 @@ class MachineFs(FileSystem):
             return self.guest.log_text()
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
-        """Return a file's attributes; see FileSystem. Lock: leaves."""
+        """Return a file's attributes; see FileSystem. Lock: not used."""
         del client
         owner = self.guest.owner
         if path == MACHINE:
@@ -267,7 +267,7 @@ class MachineFs(FileSystem):
         return True
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Return the entries of a directory; see FileSystem. Lock: leaves."""
+        """Return the entries of a directory; see FileSystem. Lock: not used."""
         del client
         if path != MACHINE:
             raise KernelError(errno.ENOTDIR, path)

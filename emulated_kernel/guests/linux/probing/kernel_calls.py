@@ -168,7 +168,7 @@ def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes],
 
 
 class KernelCalls(TaskObserver):
-    """Calls functions of the kernel, one at a time. Lock: needs.
+    """Calls functions of the kernel, one at a time. Lock: held.
 
     Raises: as work_queues.
     """

@@ -62,7 +62,7 @@ _ENDS = {
 
 
 class VmcoreCalls:
-    """Calls functions of a dump's kernel. Lock: needs.
+    """Calls functions of a dump's kernel. Lock: held.
 
     If a method raises KernelError, memory is as it was before the call. EDEADLK: the call cannot continue,
     because no other task runs. EFAULT: the function faulted. EIO: the function does not return.

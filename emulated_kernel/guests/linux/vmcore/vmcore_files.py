@@ -80,7 +80,7 @@ _TRUE_GOES_ON = 6, 1
 
 
 class VmcoreFiles:
-    """Reads files by path, from the root directory of the dump's first process. Lock: needs.
+    """Reads files by path, from the root directory of the dump's first process. Lock: held.
 
     All methods raise KernelError, with an errno of the dump's kernel or with one that VmcoreCalls
     describes.

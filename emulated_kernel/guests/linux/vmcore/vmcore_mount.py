@@ -47,7 +47,7 @@ class VmcoreControlCalls(GuestCalls):
         self._is_closed = False
 
     def request(self, client: Client | None) -> AbstractContextManager[None]:
-        """Return the context in which the guest runs for a request. Lock: takes.
+        """Return the context in which the guest runs for a request. Lock: taken.
 
         If the process of `client` is killed, the run ends. If `client` is None, nothing ends the run.
         Raises: KernelError EIO (the mount has ended).
