@@ -13,7 +13,10 @@ Python would look for garbage a hundred times.
 
 
 STARTS = ("mount", "run", "trace", "tour")
-"""Names of the commands that start a daemon, and import ten times as many modules as others."""
+"""Names of the commands that start a daemon; for them, a second process compiles modules.
+
+They import ten times as many modules as other commands.
+"""
 
 
 def main() -> int:

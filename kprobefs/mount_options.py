@@ -113,7 +113,11 @@ class MountOptions:
 
     @property
     def profile_name(self) -> str:
-        """Name of the profile, for the output of `status`; `kernel` if the kernel's own kprobes are used."""
+        """Name of the profile, for the output of `status`.
+
+        It is `kernel` if the kernel's own kprobes are used, and KERNELS_VERSION if the kernel's version
+        selects the profile.
+        """
         if self.kprobes == KERNEL_KPROBES:
             return KERNEL_KPROBES
         is_builtin = self.vmcore is None and self.machine.image is None
@@ -141,9 +145,10 @@ def check_image(path: Path) -> None:
 
 
 def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
-    """Return the limits of `--limit NAME=VALUE`, and the run budget in seconds.
+    """Return the limits of `--limit NAME=VALUE`, and the run budget.
 
-    `words`: the values of the options, as NAME=VALUE. Raises: CliError (an unknown name or a wrong value).
+    The run budget is the maximum time in seconds of one run of the guest. `words`: the values of the options,
+    as NAME=VALUE. Raises: CliError (an unknown name or a wrong value).
     """
     found: dict[Limit, int | None] = {}
     for word in words:
@@ -279,7 +284,7 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Check that --state is outside of all mounts, because a daemon could otherwise wait for itself.
+    """Check that --state is outside of kprobefs's mounts, because a daemon could otherwise wait for itself.
 
     Raises: CliError (the directory is inside a mount).
     """

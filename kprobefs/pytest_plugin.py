@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 MARKER = "architectures"
 KERNELS_MARKER = "kernels"
 KERNELS_ARCH = "x86_64"
-"""Architecture of a kernel that the marker `kernels` selects, if the version does not name another one."""
+"""Architecture of a kernel that the marker `kernels` selects, unless its version is as in "arm64:6.12"."""
 KERNELS_ARCHES = {"x86_64": "cloud", "arm64": "arm64", "riscv64": "riscv64"}
-"""Architecture that a version in the marker `kernels` may have -> flavour of Debian's kernel to fetch."""
+"""Architecture that a version in the marker `kernels` may name -> flavour of Debian's kernel to fetch."""
 OLDEST = {"arm64": (6, 5)}
-"""Architecture -> oldest version of Linux whose kernels kprobefs can run; not all have a limit."""
+"""Architecture -> oldest version of Linux whose kernels kprobefs can run; others have no limit."""
 _OWN_MODULES = ("emulated_kernel.", "kprobefs.", "contextlib")
 """Beginnings of the names of modules whose frames are hidden from the report of a refusal."""
 END_TIMEOUT = 20.0
@@ -200,7 +200,9 @@ def kprobefs_arch(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def kprobefs_image(request: pytest.FixtureRequest) -> Path | None:
-    """Return the kernel that the marker `kernels` chose for this run; default: None, kprobefs's own kernel.
+    """Return the file of the kernel that the marker `kernels` chose for this run.
+
+    Without the marker, return None, which stands for kprobefs's own kernel.
 
     Skip the test if the host does not have that kernel.
     """
@@ -243,8 +245,9 @@ def _options_of_run() -> dict[str, str]:
 def kernel(kprobefs_arch: str, request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Boot an emulated kernel in this process, for the Python API; FUSE is not needed.
 
-    In a command of `kprobefs run` or `kprobefs matrix`, the kernel has the architecture and the profile of
-    that command's kernel. If that is a distribution's kernel, the test fails.
+    In a command of `kprobefs run` or `kprobefs matrix`, the kernel has the architecture, profile and strategy
+    of that command's kernel, unless a marker chooses the kernel. If that command's kernel is a
+    distribution's, the test fails.
     """
     from emulated_kernel import Kernel, MachineConfig
     from emulated_kernel.util.fast_dataclass import replace
@@ -267,11 +270,12 @@ def kprobefs_mount(
 ) -> Iterator[Callable[..., Path]]:
     """Return a function that mounts a kernel until the test ends, and returns the mount's directory.
 
-    Keyword arguments: `arch` (the marker's, or x86_64), `image` (a distribution's kernel; default: the
-    marker's, or kprobefs's own), `kprobes` ("kprobefs" or "kernel"), `cpus` (1), `seed` (1), `clock`
-    ("virtual"), `profile`, `cpu` (that of the machine with a distribution's kernel), `return_hook`, and
-    `layout` ("full": kprobes/, tracing/, machine/, scratch/; "tracefs": tracefs itself). For an argument that
-    is None, the default of `kprobefs mount` is used.
+    The keyword arguments are options of `kprobefs mount`, with these defaults: `arch` (the marker's, or
+    x86_64), `image` (a distribution's kernel; default: the marker's, or kprobefs's own), `kprobes`
+    ("kprobefs" or "kernel"), `cpus` (1), `seed` (1), `clock` ("virtual"), `profile`, `cpu` (that of the
+    machine with a distribution's kernel), `return_hook`, and `layout` ("full": kprobes/, tracing/, machine/,
+    scratch/; "tracefs": tracefs itself). For an argument that is None, the default of `kprobefs mount` is
+    used.
 
     In a command of `kprobefs run` or `kprobefs matrix`, the mount has the kernel of that command, unless a
     marker, `arch`, `image` or `profile` chooses another one. The mount always has the clock of that command.
@@ -318,7 +322,10 @@ def kprobefs_mount(
 
 @pytest.fixture
 def tracefs(kprobefs_mount: Callable[..., Path]) -> Path:
-    """Mount a kernel, and return the path of its tracefs. Files in `../scratch` belong to the kernel."""
+    """Mount a kernel, and return the path of its tracefs.
+
+    Files in `../scratch` are files of the emulated kernel.
+    """
     return kprobefs_mount() / "tracing"
 
 

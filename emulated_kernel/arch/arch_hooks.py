@@ -45,7 +45,7 @@ class Emulation(ABC):
 
     @abstractmethod
     def run(self, regs: Any, memory: ByteMemory) -> None:
-        """Execute the instruction on the live registers and set `ip` to the next address to execute.
+        """Execute the instruction on the registers `regs`, and set their `ip` to the next address to execute.
 
         Raises: the errors of `memory`; in that case, the registers are unchanged.
         """
@@ -115,7 +115,7 @@ class StubEnd(NamedTuple):
 
     code: bytes
     leads: Mapping[int, int | LinkedJump] = MappingProxyType({})
-    """Address of a breakpoint in the code -> where the guest continues after it: an address or a jump.
+    """Address of a breakpoint in the code -> where the guest continues: an address, or a jump to emulate.
 
     If there are such breakpoints, each hit runs exactly one of them.
     """
@@ -169,7 +169,7 @@ class Registers:
 
 
 class TextReturns(ABC):
-    """Generator of code in unused bytes of the kernel's text, by which functions enter a trampoline."""
+    """Generator of code in unused bytes of the kernel's text; functions return to a trampoline through it."""
 
     @abstractmethod
     def filler_size(self, code: bytes) -> int:
@@ -177,7 +177,7 @@ class TextReturns(ABC):
 
     @abstractmethod
     def trampoline_entry(self, source: int, trampoline: int) -> bytes:
-        """Return code for the address `source` in the kernel's text that enters a return trampoline.
+        """Return code to put at `source` in the kernel's text: it enters the return trampoline `trampoline`.
 
         A function's return through `source` takes no more instructions than a return directly to
         `trampoline`. The code has Arch.call_size bytes. Raises: KernelError ERANGE (too far).
@@ -194,7 +194,7 @@ class ReturnCode(ABC):
     live: LiveRegisters
     """Registers that the caller may read after a function has returned."""
     preserves_all = False
-    """Whether `live` contains all registers, so that functions need not follow the calling convention."""
+    """Whether `live` contains all registers; then hooked functions may break the calling convention."""
 
     @abstractmethod
     def dispatch(
@@ -203,8 +203,8 @@ class ReturnCode(ABC):
         """Return the return trampoline for the address `buffer`.
 
         `program` looks for a compiled handler; if there is one, the program goes to it by the op JumpTo.
-        `own`: address to which hooked functions return; None: the entry of this trampoline. `saves_all`: the
-        trampoline saves all registers; otherwise each handler saves those that it uses.
+        `own`: address to which hooked functions return; None: the entry of this trampoline. `saves_all`: if
+        True, the trampoline saves all registers; if False, each handler saves those that it uses.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ class Arch(ABC):
     breakpoint: bytes
     """The shortest breakpoint instruction. When it traps, the CPU reports the address after it as ip."""
     handler_ip_offset = 0
-    """Difference in bytes between the ip that a probe's handlers see and the probed address."""
+    """The ip that a probe's handlers see, minus the probed address, in bytes."""
     max_insn_size: int
     """Size of an insn slot in bytes; prepare() needs as many bytes of code at the probed address."""
     jump_size: int
@@ -241,7 +241,7 @@ class Arch(ABC):
     call_size: int
     """Size in bytes of the code that `relative_call` returns, and of an fentry site."""
     strategies: Mapping[str, OptimizationPolicy[Any]]
-    """Name -> optimization policy, the rules that decide where a jump may replace a breakpoint."""
+    """Name -> optimization policy: the rules that decide where a jump may replace a breakpoint."""
     disassembler: Disassembler
     assembler: Assembler
     current_register: str | None = None
@@ -290,10 +290,9 @@ class Arch(ABC):
     UserAccessEnd; any other such load faults. Addresses in the lower half are then those of user memory.
     """
     user_access = b""
-    """Code that handlers call before and after loads from user memory; see reads_user.
+    """Code that handlers call to allow loads from user memory, and to forbid them again; see reads_user.
 
-    The calls allow such loads, and forbid them again. The value is empty if handlers contain these
-    instructions themselves.
+    The value is empty if handlers contain these instructions themselves.
     """
     user_access_sites: tuple[int, ...] = ()
     """Offsets in `user_access` of the instructions that the host can execute in place of the CPU."""
@@ -345,8 +344,8 @@ class Arch(ABC):
     ) -> ArchSpecificInsn:
         """Analyse the instruction at `addr`, and copy it for out-of-line execution at `slot_addr`.
 
-        `may_fault`: an exception table entry exists for `addr`, so the instruction can't be boosted.
-        `rules`: as for probe_checker().
+        `may_fault`: True if an exception table entry exists for `addr`; then the instruction can't be
+        boosted. `rules`: as for probe_checker().
 
         Raises: KernelError EINVAL (the instruction can't be copied), EOPNOTSUPP (the instruction can be
         neither stepped nor emulated).
@@ -367,7 +366,7 @@ class Arch(ABC):
         """
 
     def relative_calls(self, targets: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
-        """Yield (fentry site, encoded call) for a map fentry site -> target of the call.
+        """Yield (fentry site, encoded call) for each item of `targets`: fentry site -> target of its call.
 
         Raises: KernelError ERANGE (too far).
         """
@@ -407,21 +406,21 @@ class Arch(ABC):
     callee_saved: frozenset[str]
     """Names of the registers that a called function preserves."""
     stack_switches = frozenset(("__switch_to_asm",))
-    """Functions that save the stack pointer, load one that an earlier call has saved, and return there."""
+    """Functions that save sp, load an sp that an earlier call has saved, and return on that stack."""
 
     @abstractmethod
     def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
         """Yield the address of each instruction of a function, and its effect on the function's stack frame.
 
-        `switches_stack`: the function is one of `stack_switches`. It loads the stack pointer from memory,
-        and returns on another stack, which an earlier call of the function has left.
+        `switches_stack`: True if the function is one of `stack_switches`. Such a function loads the stack
+        pointer from memory, and returns on another stack, which an earlier call of it has left.
         """
 
     @abstractmethod
     def entry_frame(self, *, by_interrupt: bool) -> Frame:
         """Return the stack frame before a function's first instruction.
 
-        `by_interrupt`: an interrupt enters the function, instead of a call.
+        `by_interrupt`: True if an interrupt enters the function, False if a call does.
         """
 
     def traced_entry(self) -> Frame:
@@ -495,7 +494,7 @@ class Arch(ABC):
 
         A breakpoint in it calls the handler in Python, which finds the probe by the breakpoint's address. So
         the detour has no operand for the probe, and no call of optimized_callback().
-        Raises: KernelError EINVAL, ERANGE (an instruction cannot be moved that far).
+        Raises: KernelError EINVAL, ERANGE; see relocated().
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe, optprobe_template_val,
         optprobe_template_call, optprobe_template_end (v6.1).
         """
@@ -533,12 +532,12 @@ class Arch(ABC):
     def relocated(self, region: Region, to: int) -> bytes:
         """Return the region's instructions, relocated to the address `to`, and a jump to the region's end.
 
-        Raises: KernelError EINVAL, ERANGE.
+        Raises: KernelError EINVAL (an instruction cannot be moved), ERANGE (a target is out of reach).
         """
 
     @abstractmethod
     def emulated_region(self, code: bytes, addr: int) -> Region | None:
-        """Return a region that consists of the emulated instruction `code` at `addr`, for stub_end().
+        """Return a region that consists of the emulated instruction at `addr`, for stub_end().
 
         A stub is the compiled handlers of a breakpoint hit. Return None if code at the end of a stub cannot
         have the effect of the instruction in all cases. Then Python emulates the instruction after the stub.
@@ -554,9 +553,9 @@ class Arch(ABC):
 
     @abstractmethod
     def original_place(self, region: Region, copied: int, address: int) -> OriginalPlace:
-        """Map an address in relocated instructions to the original instruction.
+        """Return the place in the probed code that corresponds to `address` in relocated instructions.
 
-        `copied` is the address of the relocated instructions.
+        `copied`: address of the first relocated instruction.
         """
 
     @abstractmethod
@@ -581,7 +580,7 @@ class Arch(ABC):
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Return a loop for the address `at` that calls `entry` again and again, and then returns.
+        """Return the code of a loop at `at`: it calls `entry` again and again, and then returns.
 
         The u64 at address `turns` is the number of calls. The loop decrements it after each call.
         Raises: KernelError ERANGE (`entry` is too far away).

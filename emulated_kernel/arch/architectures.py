@@ -38,7 +38,7 @@ _FAMILIES = {
 def linux_arch(name: str, *, has_smap: bool = False) -> Arch:
     """Return the hooks for a distribution's kernel on the architecture `name`.
 
-    `has_smap`: whether an x86 CPU's SMAP is on.
+    `has_smap`: True if the architecture is x86_64 and SMAP is on in its CPU.
     """
     if has_smap:
         from emulated_kernel.arch.x86.arch import SmapX86_64

@@ -26,7 +26,7 @@ from emulated_kernel.arch.arch_hooks import Arch
 from emulated_kernel.util.fast_dataclass import dataclass, replace
 
 STACK_WORD = "stack"
-"""Prefix of the name of a stack word at a function's entry; a number, counted from 0, follows it."""
+"""Prefix of the name of a stack word at a function's entry; the word's index follows, counted from 0."""
 _STACK_WORDS = 8
 """Number of stack words above the return address whose entry values are tracked."""
 _PRIVATE = ("private locals", "private parameters")
@@ -70,9 +70,9 @@ class EntryValues:
         """Analyse the function at `start`, whose unpatched machine code is `code`.
 
         `cold`: addresses and unpatched code of the parts that the compiler split off. They usually jump back.
-        `ways`: address of an instruction -> further targets, by jump labels or exception fixups.
-        `is_function`: True if a caller enters at the start with arguments; False for a part that the compiler
-        split off. `has_jump_table`: an indirect jump may lead to any instruction of the function.
+        `ways`: address of an instruction -> addresses to which a jump label or exception fixup may lead from
+        it. `is_function`: True if a caller enters at the start with arguments; False for a part that the
+        compiler split off. `has_jump_table`: an indirect jump may lead to any instruction of the function.
         """
         self._has_jump_table = has_jump_table
         self._arch = arch
@@ -94,7 +94,7 @@ class EntryValues:
             self._search = search_frames(self._insns, entries, ways, arch.registers.sp)
 
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
-        """Return entry value -> locations that hold it before the instruction at `addr`.
+        """Return a map: entry value -> locations that hold it before the instruction at `addr`.
 
         An entry value is named by the register or stack word that held it at the function's entry. Stack
         words are counted from the one above the return address. The result is empty if no path to the address

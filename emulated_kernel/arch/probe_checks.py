@@ -40,7 +40,7 @@ class OptimizationPolicy(Generic[Analysis]):
 
     name: str
     region: Callable[[Analysis, int], Region | Rejection]
-    """(analysis, address) -> region that the jump replaces, or rejection with the first rule it breaks."""
+    """(analysis, address) -> region that a jump replaces, or rejection by the first rule against the jump."""
     entered: Callable[[Region], range] | None = None
     """Region -> addresses that code outside the function must not branch to.
 
@@ -49,18 +49,18 @@ class OptimizationPolicy(Generic[Analysis]):
     by_data: bool = False
     """Whether exception fixups and pointers in data also count as branches from outside."""
     by_code: bool = False
-    """Whether instructions that load an address, such as lea, also count as branches to it from outside."""
+    """Whether instructions that load an address, such as lea, also count as branches from outside."""
     beyond: OptimizationPolicy[Analysis] | None = None
-    """Policy that decides next if this one rejects a jump in a function that ftrace knows; None: none does.
+    """Next policy to ask if this one rejects a jump in a function that ftrace knows; None if there is none.
 
     The next policy may have a `beyond` policy, too. The restriction to functions that ftrace knows excludes
     assembly, such as the trampolines of ftrace and of static calls. The kernel rewrites calls in these
     trampolines while it runs, and no table lists these calls.
     """
     by_commit: bool = False
-    """Whether jumps are written by a djprobe commit, and only for probes that request one by their `length`.
+    """Whether jumps are written by a djprobe commit, and only for probes whose Kprobe.length is not 0.
 
-    If False, the optimizer writes the jumps of all probes, without a request.
+    If False, the optimizer writes the jumps of all probes, whatever their length is.
     """
     reasons: Callable[[Any, AnalyzedFunction[Analysis]], dict[int, RejectReason | None]] | None = None
     """Faster implementation of ProbeChecker.reasons(), for a whole function; None if there is none.
@@ -132,7 +132,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     fentry_size: int
     """Size in bytes of an fentry site."""
     call_size = 0
-    """Size in bytes of a static call site."""
+    """Size in bytes of a static call site; 0 if the architecture has none."""
     max_insn_size: int
     """Size in bytes of the longest instruction."""
     landing_pad: bytes = b""
@@ -148,8 +148,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     ) -> None:
         """Prepare checks of addresses in the kernel of `image`.
 
-        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: ftrace calls the probes on
-        fentry sites; otherwise the sites are plain nops.
+        `strategy`: optimization policy; None if no jump is allowed. `ftrace`: True if ftrace calls the probes
+        on fentry sites; False if the sites are plain nops.
         """
         self.strategy = strategy
         self._disassembler = disassembler
@@ -220,7 +220,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @abstractmethod
     def possible_addresses(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
-        """Yield (target, source) for each bit pattern in `code` that may take an address of text.
+        """Yield (target, source) for each bit pattern in `code` that may load an address of text.
 
         `addr`: address of `code`. `window`: range of targets; other targets may be omitted. If the window
         is None, no target may be omitted.
@@ -268,8 +268,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
         This is for a kernel whose ftrace calls no probes.
 
-        `insn_size`: size in bytes of the instructions that boot writes to fentry sites. Instructions in an
-        fentry site that are not in `sites` can be probed.
+        `insn_size`: size in bytes of the instructions that boot writes to fentry sites. An instruction in an
+        fentry site can be probed if its address is not in `sites`.
         Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
         """
         self._refused_sites = sites
@@ -337,7 +337,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
 
     @cached_property
     def _has_pads(self) -> bool:
-        """Whether the kernel has landing pads. Its first fentry sites are examined for this."""
+        """Whether the kernel has landing pads, to judge by its first fentry sites."""
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:PAD_SAMPLE])
 
@@ -366,7 +366,9 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return found and self._named(found)
 
     def check_traced(self, addr: int) -> Rejection | None:
-        """Return the rejection of a kprobe event at `addr` if tracing itself may use the function, else None.
+        """Return the rejection of a kprobe event at `addr` if ftrace can't trace the function, else None.
+
+        Tracing itself may use such a function. Also return None if no symbol contains `addr`.
 
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """
@@ -487,7 +489,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return a rejection if code or data outside the function `symbol` leads into `inside`; else None.
 
         Jump labels and branches always count. Fixups and pointers in data count only if `strategy` has
-        by_data. Addresses that instructions take count only if `strategy` has by_code.
+        by_data. An instruction that loads an address in `inside` counts only if `strategy` has by_code.
         """
         ways = self._entrances
         found = ways.label(inside)
@@ -510,7 +512,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_each_insn(self, symbol: Symbol) -> Iterator[tuple[int, Rejection | None, Region | Rejection]]:
         """Yield each instruction's address, and the results of may_probe() and optimized_region() for it.
 
-        The rejections lack `describe`, so their text has only the address and the rule.
+        Rejection.describe is not set, so the text of a rejection has only the address and the rule.
         """
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
@@ -527,9 +529,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return instruction address -> first reason against a jump at it; None if Linux allows the jump.
+        """Return a map: instruction address -> first reason against a jump at it, None if Linux allows it.
 
-        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's tactics.
+        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's tactics:
+        the relaxed rules.
         """
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):

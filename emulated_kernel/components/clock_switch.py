@@ -8,7 +8,7 @@ from emulated_kernel.util.control_lock import ControlLock
 
 
 class ClockSwitch:
-    """Selects the clock of the machine and of the guest code that reads the clock for records."""
+    """Changes the machine's clock, and drops the compiled handlers that read the old clock."""
 
     def __init__(self, clock: MachineClock, arrays: TraceArrays, lock: ControlLock) -> None:
         self._clock = clock
@@ -16,7 +16,10 @@ class ClockSwitch:
         self._lock = lock
 
     def select(self, kind: str | None, seed: int | None) -> None:
-        """Set the clock's mode to `kind` and its seed to `seed`. None keeps the current mode or seed."""
+        """Select the mode and the seed of the clock; None keeps the current one.
+
+        `kind`, `seed`, errors: see MachineClock.select().
+        """
         self._lock.assert_held()
         clock = self._clock
         clock.select(clock.kind if kind is None else kind, clock.seed if seed is None else seed)

@@ -1,7 +1,7 @@
-"""GuestDirectories: creates the directories of events in the guest as well, by calls of guest functions.
+"""GuestDirectories: creates events' directories also in the guest, by calls of guest functions.
 
-The calls hit the probes of these functions. Linux: registering an event calls tracefs_create_dir, or since
-6.7 eventfs_create_dir, for its group and for the event itself.
+So the probes of these functions are hit, as in Linux: there, registering an event calls tracefs_create_dir,
+or since 6.7 eventfs_create_dir, for its group and for the event itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GuestDirectories(EventWatcher):
         registry.watch(self)
 
     def event_added(self, event: TraceEvent) -> None:
-        """Create the directory of a new event; for the first event of a group, create the group's as well.
+        """Create a new event's directory; for the first event of a group, first create the group's directory.
 
         Do nothing if no text is patched or the guest runs.
         """

@@ -15,7 +15,7 @@ from emulated_kernel.util.abi import ModuleState
 
 
 class ModuleNotifier:
-    """Updates a LiveImage, probes and events at each change of a module's state.
+    """Updates the symbol and text tables (LiveImage), probes and events when a module's state changes.
 
     Mirrors: kernel/kprobes.c:kprobes_module_callback, and trace_kprobe_module_callback (v6.1).
     """
@@ -96,6 +96,6 @@ class ModuleNotifier:
         self._tables_changed()
 
     def _tables_changed(self) -> None:
-        """Empty the caches whose content was computed from the symbols and text tables before a change."""
+        """Empty the caches that were computed from the symbols and text tables before these changed."""
         self._kprobes.tables_changed()
         self._symbols.tables_changed()

@@ -22,7 +22,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True, eq=False)
 class ProbedKernel:
-    """The input of the engine's builder: a kernel that has booted and is stopped."""
+    """The input of build_probe_engine(): a kernel that has booted and is stopped."""
 
     machine: ProbedMachine
     tables: ProbedTables
@@ -30,7 +30,7 @@ class ProbedKernel:
     image: ProbedTables
     """Symbols and text tables of the kernel without modules."""
     abi: Mapping[str, int]
-    """Name, such as `task_struct.comm`, -> offset in a structure or per-CPU area.
+    """Name, such as `task_struct.comm`, -> offset in bytes in a structure or per-CPU area.
 
     The names are those in the ABI table of kprobefs's own image.
     """
@@ -42,7 +42,7 @@ class ProbedKernel:
     profile: Profile
     cpus: int = 1
     return_hook: str | None = None
-    """Name in RETURN_HOOKS of the shadow stack that return probes use.
+    """Key in RETURN_HOOKS; it selects the shadow stack that return probes use.
 
     None selects the profile's shadow stack.
     """

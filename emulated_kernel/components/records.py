@@ -1,4 +1,4 @@
-"""Records of the components of a probed kernel, from which the file trees are built.
+"""Classes that hold the components of a probed kernel; the file trees are built from them.
 
 The kernel is kprobefs's own or a distribution's.
 """

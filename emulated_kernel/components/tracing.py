@@ -74,7 +74,7 @@ class TracedKernel:
     live: LiveImage[Any]
     """Text and tables of the kernel and its loaded modules."""
     abi: Mapping[str, int]
-    """Name, such as `task_struct.comm`, -> offset in a structure or per-CPU area.
+    """Name, such as `task_struct.comm`, -> offset in bytes in a structure or per-CPU area.
 
     The names are those in the ABI table of kprobefs's own image.
     """
@@ -109,12 +109,13 @@ class TracedKernel:
     other_tracers: Mapping[str, Mapping[str, bool]] | None = None
     """Tracers that the kernel has, but that kprobefs does not run.
 
-    Name of the tracer -> name of an option of the tracer -> whether the option is on.
+    Name of the tracer -> name of an option of the tracer -> whether the option is on. None: there are no such
+    tracers.
     """
     marker_ip: int | None = None
     """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
-    """Size of the user memory that a record of a system call contains; None if records contain none."""
+    """Maximum size of each argument's user memory in a system call's record; None if records contain none."""
     measured: Machine | None = None
     """The machine for measuring the cost of events' handlers; None if costs cannot be measured."""
 

@@ -1,4 +1,4 @@
-"""Tables of addresses in arrays, which can be mapped from a file and take a tenth of a set's memory.
+"""Tables of addresses in arrays, which can be mapped from a file, and need a tenth of a Python set's memory.
 
 AddressSet is an immutable set of addresses, and EntryTable a table whose entries consist of addresses.
 """
@@ -65,7 +65,8 @@ class EntryTable(Sequence[Entry]):
     def __init__(self, part: memoryview, width: int, entry: Callable[..., Entry]) -> None:
         """Create the table whose entries are in the array `part`, which has 8 bytes for each address.
 
-        `width`: number of addresses in an entry. `entry` is called with the addresses of an entry.
+        `width`: number of addresses in an entry. `entry` is called with the addresses of an entry, and
+        returns the entry.
         Raises: TypeError, ValueError (the size of `part` is wrong).
         """
         self._words = part.cast("Q")
@@ -98,7 +99,7 @@ class EntryTable(Sequence[Entry]):
 
 
 def firsts_in_order(entries: Iterable[tuple[int, *tuple[object, ...]]]) -> Sequence[int]:
-    """Return the first addresses of all entries in ascending order."""
+    """Return the first address of each of the `entries`, in ascending order."""
     return entries.firsts if isinstance(entries, EntryTable) else sorted([entry[0] for entry in entries])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 CPU_FEATURES = frozenset({26})
-"""X86_FEATURE numbers for which the built-in image has alternatives, and which the emulated CPU has: XMM2."""
+"""Numbers (X86_FEATURE) of the CPU's features for which the built-in image has alternatives: XMM2."""
 _ENTRY = struct.Struct("<iiHBB")
 _RELATIVE = (0xE8, 0xE9)
 """Opcodes of call and jmp. Their displacement must be adjusted if the replacement is copied to its site."""
@@ -27,7 +27,11 @@ _NOPS = (
 
 
 class Alternative(NamedTuple):
-    """An alternative: `replacement` replaces the code at `site` if the CPU has `feature`; sizes in bytes."""
+    """An alternative: the code at `replacement` replaces the code at `site` if the CPU has `feature`.
+
+    `site` and `replacement` are addresses. `size` and `replacement_size` are the sizes in bytes of the code
+    there. `feature` is an X86_FEATURE number.
+    """
 
     site: int
     replacement: int
@@ -37,7 +41,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
-    """Decode the table of alternatives at address `base`: struct alt_instr of Linux 6.1 on x86."""
+    """Yield the alternatives in `table`, an array of struct alt_instr (v6.1, x86) at address `base`."""
     for at in range(0, len(table) - _ENTRY.size + 1, _ENTRY.size):
         site, replacement, feature, size, replacement_size = _ENTRY.unpack_from(table, at)
         yield Alternative(base + at + site, base + at + 4 + replacement, feature, size, replacement_size)

@@ -88,7 +88,7 @@ class BuildTarget:
     linker_flags: str
     has_modules: bool = True
     has_types: bool = False
-    """Whether a file with BTF is built next to the image."""
+    """Whether a file with BTF is built next to the image, provided that pahole is installed."""
 
 
 def _riscv(isa: str, flags: str) -> BuildTarget:
@@ -262,9 +262,10 @@ def _write_files(built: Built, output: Path) -> int:
 
 
 def write_module(arch: str, directory: Path) -> int:
-    """Build a module, which `load PATH` accepts, from the sources in a directory; return exit status 0.
+    """Build a module from the C sources in a directory, and return exit status 0.
 
-    The module has the directory's name.
+    The module has the directory's name. The command `load PATH` of a mount's machine/modules accepts the
+    file.
     """
     if not any(directory.glob("*.c")):
         raise BuildError(f"{directory}: the directory has no C files")
@@ -389,10 +390,11 @@ def build(arch: str, *, has_lines: bool = False) -> Built:
 
 
 def _build_types(described: Path, work: Path) -> bytes:
-    """Return the BTF of the image with debugging information at the path `described`.
+    """Return the BTF of an image. `described`: path of the image, which has debugging information.
 
     `work` is the directory of the build.
-    Raises: BuildError.
+
+    Raises: BuildError (pahole failed).
     """
     output = work / types_file.FILE_NAME
     _run([_TYPES_TOOL, "--btf_encode", f"--btf_encode_detached={output}", str(described)])
@@ -400,7 +402,7 @@ def _build_types(described: Path, work: Path) -> bytes:
 
 
 def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) -> str:
-    """Return the text of prototypes.FILE_NAME for the functions of an image and its modules.
+    """Return the contents of the file prototypes.FILE_NAME for the functions of an image and its modules.
 
     `work` is the directory of the build, in which gcc has written the prototypes of all source files.
     """

@@ -47,9 +47,10 @@ class Segment(NamedTuple):
 
 
 class AbiTable(dict[str, int]):
-    """Offsets and sizes of the guest's structures: name -> value.
+    """Numbers that the built-in kernel tells kprobefs: name -> value.
 
-    A missing name raises KernelError ENOEXEC.
+    Most are offsets and sizes of structures; others are addresses and numbers of system calls. A missing name
+    raises KernelError ENOEXEC.
     """
 
     def __missing__(self, name: str) -> int:
@@ -80,7 +81,7 @@ class KernelImage:
     static_calls: tuple[StaticCall, ...]
     """Call sites of static calls, sorted by address."""
     abi: dict[str, int]
-    """Offsets and sizes of the guest's structures (AbiTable); empty if the image wasn't built from src/."""
+    """Numbers that the image tells kprobefs (AbiTable); empty if the image wasn't built from src/."""
     version: str
     """The kernel's banner (linux_banner), including its newline."""
     bits: int = 64
@@ -111,7 +112,7 @@ class KernelImage:
 
     @cached_property
     def checksum(self) -> int:
-        """CRC-32 of the segments as they were loaded, even if the file has changed since then."""
+        """CRC-32 of the segments' addresses and contents as loaded, even if the file has changed since."""
         checksum = 0
         for segment in self.segments:
             checksum = zlib.crc32(segment.data, zlib.crc32(segment.va.to_bytes(8, "little"), checksum))
@@ -281,7 +282,7 @@ def _patched(segment: Segment, changes: Mapping[int, bytes]) -> Segment:
 
 
 def _segments(elf: ElfFile) -> tuple[Segment, ...]:
-    """Return the segments to map, each at its physical address plus the offset of the kernel map.
+    """Return the segments to map, each at its physical address plus the offset of the kernel's mapping.
 
     The virtual address in the program header isn't used, because the per-CPU segment is linked at address 0.
     """

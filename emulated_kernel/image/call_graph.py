@@ -3,9 +3,8 @@
 `python -m emulated_kernel.image.call_graph` writes prebuilt/ARCH/FILE_NAME for each architecture of
 ARCHITECTURES. `--check` compares these files with the images. A function can execute the functions to which
 its calls and jumps lead. An indirect call or jump may lead to any function whose address occurs in the
-image's text or data. Addresses in tables that no code uses for calls do not count, nor do those in
-`sys_call_table`, which is used only to dispatch system calls. The result has more functions than are ever
-executed.
+image's text or data. Addresses do not count if they are in a table that is not used for calls, or in
+`sys_call_table`, which only dispatches system calls. The result also has functions that are never executed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Symbols at or before tables whose function addresses do not count as targets of indirect calls.
+"""Tables whose function addresses are not called: the last symbol at or before each table.
 
 The second and the third symbol precede the tables of kallsyms and of fentry sites.
 """
@@ -72,7 +71,7 @@ class FunctionCalls:
     def __init__(self, image: KernelImage) -> None:
         """Read the file FILE_NAME of an image.
 
-        If the image has no such file, each system call counts as able to execute each function.
+        If the image has no valid file, all kinds of system calls count as able to execute each function.
         """
         self._image = image
         self._file = b""
@@ -81,7 +80,7 @@ class FunctionCalls:
 
     @cached_property
     def _known(self) -> tuple[list[int], bytes] | None:
-        """Sorted addresses of the functions, and a mask of Calls for each; None if the file is missing."""
+        """Sorted addresses of the functions, and a mask of Calls for each; None without a valid file."""
         try:
             found = json.loads(self._file)
             masks = bytes.fromhex(found["masks"])
@@ -95,7 +94,7 @@ class FunctionCalls:
         """Return the kinds of system calls that can execute the function at `address`, as a mask of Calls.
 
         Return Calls.ALL for text outside the image's functions, such as a module's, or if the image has no
-        file FILE_NAME.
+        valid file FILE_NAME.
         """
         if self._known is None:
             return Calls.ALL
@@ -168,7 +167,7 @@ class _Graph:
         mask = (1 << self._image.bits) - 1
 
         def numbers(insn: Instruction) -> Iterator[int]:
-            """Yield the numbers in an instruction that may be addresses."""
+            """Yield an instruction's displacement and immediate operands, which may be addresses."""
             for at in range(insn.op_count):
                 if insn.op_kind(at) == OpKind.MEMORY:
                     yield insn.memory_displacement & mask
@@ -235,7 +234,10 @@ class _Graph:
         return self._closure([*own, *self._around_calls(), *(each for each in entries if each is not None)])
 
     def _around_calls(self) -> Iterable[int]:
-        """Return the functions that dispatch system calls, and those whose calls or jumps lead to them."""
+        """Return the functions that use the table of system calls, and the functions that lead to them.
+
+        A function leads to another by calls and jumps, directly or through other functions.
+        """
         found = set(self._dispatchers)
         while more := {f for f, to in self._leads_to.items() if not to.isdisjoint(found)} - found:
             found |= more
@@ -256,7 +258,10 @@ class _Graph:
 
 
 def main() -> int:
-    """Write the files of the prebuilt images, or with `--check` return 1 if one of the files differs."""
+    """Write the files of the prebuilt images, and return 0.
+
+    With `--check`, write nothing, and return 1 if one of the files differs from its image, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.call_graph", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare the files with the images")
     is_check = parser.parse_args().check

@@ -65,7 +65,7 @@ class _Section(NamedTuple):
 
 
 def build_id(image: KernelImage) -> bytes:
-    """Return the build id of an image of kprobefs's own: a digest of its segments."""
+    """Return a build id for a built-in kernel's image: a digest of its segments."""
     # The import loads OpenSSL, which takes a thirtieth of the time of a start.
     import hashlib
 
@@ -114,10 +114,10 @@ def debug_elf(
 
 
 def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
-    """Yield `section`; if its contents are shorter than its memory, split it in two where the contents end.
+    """Yield `section`, in two parts if it has contents, but they are shorter than its memory.
 
-    The split is needed because gdb warns of a section with contents that extends beyond its segment's
-    contents.
+    The second part is then called .bss and has no contents. gdb warns of a section with contents if the
+    section is longer than the contents of its segment.
     """
     size = len(section.data)
     if not 0 < size < section.size:
@@ -130,7 +130,7 @@ def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
 def _symbols(
     bits: int, symbols: Sequence[NamedAddress], places: Sequence[tuple[int, int, int]]
 ) -> tuple[bytes, bytes]:
-    """Return a symbol table and its string table. `places`: start, end and index of each section."""
+    """Return a symbol table and its string table. `places`: (start, end, index) of each section of memory."""
     layout = struct.Struct("<IBBHQQ" if bits == 64 else "<IIIBBH")
     table = bytearray(layout.size)
     names = bytearray(b"\0")

@@ -84,7 +84,8 @@ def find_debug_file(elf: Any, path: Path) -> Path:
 def find_build(identity: str, path: Path) -> Path | None:
     """Return the path of the installed debug file with the build id `identity`; None if there is none.
 
-    `path` is the path of the kernel or of its package, whose directory and name are searched, too.
+    `path`: path of the kernel or of its package. Files that are named after it, in its directory and in the
+    usual places, are searched, too.
     Raises: OSError.
     """
     return _first_of(path.absolute(), identity, None)[0]
@@ -95,7 +96,8 @@ def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[
 
     If no debug file is found, the path is None. Then the text names a file that was skipped because it is of
     another build; it is "" if no file was skipped. If a debug file is found, the text is "". `path`: path of
-    the kernel. `identity`: build id in hexadecimal. `link`: contents of .gnu_debuglink.
+    the kernel. `identity`: build id in hexadecimal. `link`: name and CRC from .gnu_debuglink; None without
+    this section.
     """
     passed = ""
     for place in _places(path, identity, link):
@@ -108,7 +110,7 @@ def _first_of(path: Path, identity: str, link: tuple[str, int] | None) -> tuple[
 
 
 def _debuglink(elf: Any) -> tuple[str, int] | None:
-    """Return the debug file's name and its CRC from .gnu_debuglink; None without this section."""
+    """Return the debug file's name and CRC from .gnu_debuglink; None if the section is missing or invalid."""
     section = elf.get_section_by_name(".gnu_debuglink")
     if section is None:
         return None
@@ -122,8 +124,8 @@ def _debuglink(elf: Any) -> tuple[str, int] | None:
 def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator[Path]:
     """Yield the paths at which the debug file of a build can be, the most specific first.
 
-    `path`: path of the kernel. `identity`: build id in hexadecimal, or "". `link`: name and CRC of
-    .gnu_debuglink.
+    `path`: path of the kernel. `identity`: build id in hexadecimal, or "". `link`: name and CRC from
+    .gnu_debuglink; None without this section.
     """
     if identity:
         yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
@@ -150,7 +152,7 @@ def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
     """Return True if the file `place` contains the debug information of a build.
 
     The build is the one with the build id `identity`. If `identity` is "", it is the one with the CRC in
-    `link`.
+    `link`. Without `identity` and `link`, return False.
     """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile

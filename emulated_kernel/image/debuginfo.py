@@ -33,7 +33,10 @@ class DebugInfo:
     """Debug information about an ELF file for x86. A compile unit is parsed when it is first needed."""
 
     def __init__(self, code: Any, debug: Any) -> None:
-        """Read the text in the open ELF file `code`, and the DWARF in `debug`, which may be the same file."""
+        """Read the text in the open ELF file `code`, and the DWARF in `debug`, which may be the same file.
+
+        Raises: KernelError EINVAL (not for x86, no DWARF, or the files are of different builds).
+        """
         self._code = code
         self._debug = debug
         machine = code["e_machine"]
@@ -60,11 +63,11 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
-        """Return a function and its address, by its symbol, or else by its DWARF name.
+        """Return the function whose symbol, or else whose DWARF name, is `name`, and the function's address.
 
         Functions that the compiler changed have only the DWARF name; their symbol is NAME.isra.0 or similar.
 
-        Raises: KernelError ENOENT.
+        Raises: KernelError ENOENT (no such function).
         """
         # Parsing all units of a distribution's kernel takes minutes and gigabytes; a symbol selects one unit.
         copies = []
@@ -105,8 +108,8 @@ class DebugInfo:
     def _units(self, addr: int) -> Iterator[Any]:
         """Yield the compile unit that .debug_aranges names for `addr`.
 
-        If .debug_aranges has no unit for `addr`, yield each unit that may contain `addr`: its own ranges do,
-        or it has no ranges.
+        If .debug_aranges has no unit for `addr`, yield each unit with a range that contains `addr`, and each
+        unit without ranges.
         """
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None

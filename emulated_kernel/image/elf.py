@@ -118,7 +118,7 @@ class ElfFile:
         return []
 
     def segment_data(self, segment: ProgramHeader) -> bytes:
-        """Return the bytes of a segment that are in the file."""
+        """Return the contents of a segment: the first `file_size` bytes of its memory."""
         return self._slice(segment.offset, segment.file_size, f"segment at {segment.vaddr:#x}")
 
     def _read_segments(self, offset: int, size: int, count: int) -> list[ProgramHeader]:

@@ -151,7 +151,7 @@ class SymbolTable:
         return bytes(self.names[self.starts[index] : self.starts[index + 1] - 1])
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the table's indices of all symbols called `name`, sorted by address."""
+        """Return the indices in the table of all symbols called `name`, sorted by address."""
         wanted = name.encode("utf-8", "replace")
         last = bisect_left(self.by_name, wanted, key=self.name)
         first = last
@@ -282,7 +282,7 @@ class Kallsyms:
         return (self._table.addresses[index] for index in self._table.ending(pattern))
 
     def has_module(self, name: str) -> bool:  # noqa: ARG002 - this class has no modules
-        """Return True if a module called `name` is loaded."""
+        """Return True if a module called `name` is loaded. This class has no modules; see LiveKallsyms."""
         return False
 
     def count_name(self, name: str) -> int:
@@ -386,7 +386,7 @@ class Kallsyms:
 
 
 def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
-    """Yield the symbols of a linked kernel that kallsyms lists, without sizes.
+    """Yield those symbols in a linked kernel's ELF file that kallsyms lists; their sizes are not set.
 
     Mapping symbols, the compiler's local labels, and file and section symbols are left out.
     Per-CPU variables have their offset in the per-CPU area as address and are absolute, as in Linux.

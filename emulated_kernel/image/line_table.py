@@ -40,7 +40,10 @@ class Declarations:
         self._structs = structs
 
     def get_abbrev(self, code: int) -> Any:
-        """Return the declaration with the code `code`, as an AbbrevDecl of pyelftools. Raises: KeyError."""
+        """Return the declaration with the code `code`, as an AbbrevDecl of pyelftools.
+
+        Raises: KeyError (there is none).
+        """
         from elftools.dwarf.abbrevtable import AbbrevDecl
 
         at = self._start
@@ -60,7 +63,10 @@ class LineTables:
     """The line tables of an ELF file with debug information. A unit's table is read when it is needed."""
 
     def __init__(self, elf: Any) -> None:
-        """Read the line tables of the open ELF file `elf`. Raises: KernelError EINVAL (it has no tables)."""
+        """Open the line tables of the ELF file `elf`, an ELFFile of pyelftools.
+
+        Raises: KernelError EINVAL (it has no tables).
+        """
         self._dwarf: Any = None
         if elf.has_dwarf_info(strict=True):
             self._dwarf = elf.get_dwarf_info(relocate_dwarf_sections=False)
@@ -77,8 +83,8 @@ class LineTables:
 
         `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only the
         tables of these units are read. Otherwise all tables are read, because units that include the file
-        contain its lines. `counted`: wraps the sequence of the units whose tables are read, to show the
-        progress.
+        contain its lines. `counted` is called with the sequence of the units whose tables are read, and
+        returns an iterator of them, which can show the progress.
         """
         units = [(unit, self._top(unit)) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
@@ -102,7 +108,10 @@ class LineTables:
         return unit.get_top_DIE()
 
     def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, line, address) for each statement of `file` that begins in `unit`."""
+        """Yield (path, line, address) for each statement of `file` that begins in `unit`.
+
+        `top`: the unit's top DIE. Add the names of the unit's files to `names`.
+        """
         program = self._dwarf.line_program_for_CU(unit)
         if program is None:
             return
@@ -159,6 +168,8 @@ def _decoded(name: Any) -> str:
 
 def nearest_lines(lines: Mapping[int, object], line: int) -> Sequence[int]:
     """Return the nearest line with code before `line`, and the nearest one after it.
+
+    The keys of `lines` are the lines with code.
 
     If there is none before or none after `line`, the result has only one item, or it is empty.
     """

@@ -148,7 +148,9 @@ class LiveKallsyms(Kallsyms):
         return any(symbols.module.name == name for symbols in self._modules)
 
     def _of_modules(self, name: str) -> tuple[Symbol, ...]:
-        """Return the symbols of modules that are called `name`, the newest module's first.
+        """Return the symbols `name` of the loaded modules, the newest module's first.
+
+        If `name` is MODULE:NAME, return only the symbols NAME of that module.
 
         Mirrors: module_kallsyms_lookup_name (v6.1).
         """
@@ -197,7 +199,7 @@ class LiveImage(Generic[Core]):
     def __init__(self, image: Core) -> None:
         self.kallsyms = LiveKallsyms(image.kallsyms)
         self.core = image.with_symbols(self.kallsyms)
-        """The kernel without its modules, but its symbol table includes the symbols of the modules."""
+        """The kernel without its modules, except that its symbol table contains their symbols, too."""
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:
@@ -251,7 +253,7 @@ class LiveImage(Generic[Core]):
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and contents of each data range of the kernel and its modules, as it was loaded."""
+        """Pairs (address, contents as loaded) of each data range of the kernel and its modules."""
         return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:

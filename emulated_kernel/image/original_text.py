@@ -11,7 +11,7 @@ OWNER = b"KPROBEFS"
 _PIECE = struct.Struct("<QH")
 """Layout of the header of a piece of text: virtual address, size in bytes. The text follows the header."""
 _LIMIT = 16 << 20
-"""Maximum size in bytes of the contents after decompression."""
+"""Maximum size in bytes of the note's contents after decompression."""
 
 
 def pack_original_text(pieces: Iterable[tuple[int, bytes]]) -> bytes:

@@ -49,7 +49,10 @@ def _count(parameters: str) -> int:
 
 
 def to_json(counts: Mapping[str, int], names: Iterable[str]) -> str:
-    """Return the text of the file FILE_NAME, with the argument counts of the functions `names`."""
+    """Return the text of the file FILE_NAME, with the argument counts of the functions `names`.
+
+    Functions that are not in `counts` are left out.
+    """
     known = {name: counts[name] for name in sorted(set(names)) if name in counts}
     return json.dumps(known, indent=0) + "\n"
 

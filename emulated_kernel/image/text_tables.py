@@ -13,7 +13,10 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 RETURN_SIZE = 5
 """Size in bytes of a return site, which is a jump to the return thunk."""
 BLACKLISTED = ("kprobes", "noinstr", "entry")
-"""Names of the text sections that must not be probed, in the order of debugfs kprobes/blacklist."""
+"""Parts of the names of text sections that must not be probed: NAME stands for .NAME.text.
+
+They are in the order of debugfs kprobes/blacklist.
+"""
 _JMP32 = 0xE9
 _PLAIN_RETURN = b"\xc3\xcc\xcc\xcc\xcc"
 _KEY_FLAGS = 3
@@ -21,7 +24,7 @@ _KEY_FLAGS = 3
 _LONGEST = 1 << 9
 """Maximum length in bytes of a source file's name, including its zero byte."""
 _ADDRESS = (1 << 64) - 1
-"""Mask of an address, because the sum of an address and an offset in a damaged table may have more bits."""
+"""Mask of an address. In a damaged table, an address plus an offset may have more than 64 bits."""
 
 
 class Range(NamedTuple):
@@ -146,7 +149,7 @@ def jump_labels(address: int, data: bytes, layout: str = "<iiq") -> Iterator[Jum
 
 
 def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
-    """Decode a table of static calls.
+    """Decode the table of static calls at `address`.
 
     Mirrors: include/linux/static_call_types.h:struct static_call_site (v6.1).
     """
@@ -172,7 +175,7 @@ def bugs(
 
 
 def return_sites(address: int, data: bytes) -> Iterator[int]:
-    """Yield the addresses of jumps to the return thunk.
+    """Yield the addresses of jumps to the return thunk, from the table of return sites at `address`.
 
     Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1).
     """

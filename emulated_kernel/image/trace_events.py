@@ -42,7 +42,10 @@ class EventDefinition:
 
 @dataclass(frozen=True, slots=True)
 class SyscallDefinition:
-    """A system call with its parameters; `name` begins with sys_."""
+    """A system call; `name` begins with sys_.
+
+    `types` and `args`: types and names of its parameters.
+    """
 
     nr: int
     """Number of the system call; -1 if the system call table doesn't contain it."""
@@ -100,7 +103,10 @@ class _ImageReader:
         return struct.unpack(f"<{count}{self._code}", data)
 
     def pointers(self, table: str) -> Iterator[int]:
-        """Yield the pointers of a table that ends with NULL."""
+        """Yield the pointers of the array at the symbol `table`, which ends with NULL.
+
+        Yield nothing if the image has no such symbol.
+        """
         at = self._image.kallsyms.lookup_name(table)
         while at is not None:
             (pointer,) = self.words(at, 1)

@@ -48,9 +48,10 @@ class Kernel:
             kernel.register_kprobe(Kprobe(symbol_name="int_sqrt", pre_handler=...))
             kernel.call("int_sqrt", 144)
 
-    `config` describes the emulated computer. `profile`, if given, replaces the profile that `config` names,
-    and may combine build options as no preset does. `watch` reports host processes to the guest. `lock` is
-    the held lock of the kernel that this one replaces with replace_kernel().
+    `config` describes the emulated computer; None: the defaults. `profile`, if given, replaces the profile
+    that `config` names, and may combine build options as no preset does. `watch` reports host processes to
+    the guest. `lock` is given if this kernel is to replace another one by replace_kernel(): the held lock of
+    the other kernel.
 
     Methods may be called from any thread: each takes the control lock. Hold `lock` around several calls to
     make them one step. After close(), each method raises KernelError ENODEV.
@@ -58,7 +59,8 @@ class Kernel:
     A probe's handler may call methods that access text, symbols, memory, registers and the clock, and methods
     that report a probe's state. All other methods raise KernelError EDEADLK in a handler.
 
-    Raises: KernelError ENOENT (unknown architecture), ENOEXEC (no image, or one that does not boot), OSError.
+    Raises: KernelError ENOENT (unknown architecture), ENOEXEC (no image, or one that does not boot), OSError
+    (the image cannot be read).
     """
 
     def __init__(
@@ -151,8 +153,8 @@ class Kernel:
     def unregister_kprobe(self, kprobe: Kprobe[Any]) -> None:
         """Disarm and forget a kprobe. If the kprobe is not registered, only set its `addr` to None.
 
-        If the text has a jump, the optimizer removes the jump later, or when wait_for_kprobe_optimizer() is
-        called.
+        If a jump to the detour is at the probed address, the optimizer removes the jump later, or when
+        wait_for_kprobe_optimizer() is called.
         Raises: KernelError EDEADLK (in a handler).
         Mirrors: kernel/kprobes.c:unregister_kprobe (v6.1).
         """
@@ -236,8 +238,8 @@ class Kernel:
         """Register a probe on a function's return.
 
         Raises: the errors of register_kprobe, and KernelError EINVAL (not the entry of a function, or its
-        return cannot be hooked), E2BIG (data_size), EOPNOTSUPP (unified shadow stack, and the function cannot
-        be traced).
+        return cannot be hooked), E2BIG (data_size is too large), EOPNOTSUPP (the unified shadow stack is
+        used, and the function has no fentry site).
 
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
@@ -299,7 +301,7 @@ class Kernel:
         them are probed. When a module is unloaded, the fprobe is removed from the module's functions.
 
         Raises: KernelError EINVAL (no function matches, registered already, code that cannot be assembled),
-        EOPNOTSUPP (no fentry sites, or a register that is not saved), ENOMEM.
+        EOPNOTSUPP (the kernel has no fentry sites, or a handler uses a register that is not saved), ENOMEM.
 
         Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
         """
@@ -428,7 +430,7 @@ class Kernel:
 
         Deviates: a kprobe stays queued if a task's stack or instruction pointer is in the bytes to be
         replaced, because the guest is stopped and the task cannot leave them. probe_mode() then still shows a
-        breakpoint. Without an optimizer nothing happens.
+        breakpoint. Nothing happens if the profile's kernel has no optimizer.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -470,9 +472,10 @@ class Kernel:
             return self.kprobes.mode(kprobe)
 
     def probe_reason(self, kprobe: Kprobe[Any]) -> str:
-        """Return the rule that keeps a registered probe from a better mode, with the instruction's address.
+        """Return the rule that keeps a registered probe from a better mode, with the address concerned.
 
-        The string is empty in the best mode.
+        Return "" if there is no better mode. If the probe has a jump that Linux would refuse, return the
+        tactics that made the jump possible, and Linux's rule.
 
         Raises: KernelError EINVAL (not registered).
         """
@@ -608,14 +611,15 @@ class Kernel:
     # The guest
 
     def call(self, function: str, *args: int | str | bytes) -> int:
-        """Call a guest function in a task of its own and return its raw result.
+        """Call a guest function in the guest's worker task, and return the function's raw result.
 
         Strings are passed by address. The result is an unsigned word: on a 64-bit guest, -EBADF is 2**64 - 9.
         If the number of parameters is unknown, missing arguments are 0.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, too few arguments, a string with
-        NUL), E2BIG (too many arguments), EFAULT (the function oopsed or looped; see messages()), EIO (the
-        guest was dead before). If handlers of probes raised exceptions, the first of these is raised.
+        NUL), E2BIG (too many arguments), EFAULT (the function oopsed, looped or does not return; see
+        messages()), EIO (the guest was dead before). If handlers of probes raised exceptions, the first of
+        these is raised.
         """
         with self._request():
             return self.kprobes.hits.failures.reraise_failures(
@@ -649,8 +653,9 @@ class Kernel:
         If `name` contains a slash, it is the path of a module file.
 
         Raises: KernelError ENOENT (no such module, or an unresolved symbol), EINVAL (not a regular file),
-        EFBIG, ENOEXEC (not a module for this kernel), EEXIST (a file's module is loaded), ENOMEM, the errno
-        of its init function, EFAULT (its init function was killed).
+        EFBIG (the file is too large), ENOEXEC (not a module for this kernel), EEXIST (`name` is a path, and
+        its module is loaded already), ENOMEM, the errno that the init function returned, EFAULT (the init
+        function was killed).
         """
         self._check_open()
         # Without the lock: this process itself may have to serve the file.
@@ -701,10 +706,12 @@ class Kernel:
 
         Paths are relative to the root of a mount. Bytes that are not UTF-8 become surrogates.
 
-        Deviates: no task of the guest opens the file, so probes do not see the calls. To hit a probe, call a
-        guest function, load a module, or use a mount: files in scratch/ belong to the guest.
+        Deviates: no task of the guest opens the file, so the read makes no system calls that probes could
+        see. To hit a probe, call a guest function, load a module, or use a mount: files in scratch/ belong to
+        the guest.
 
-        Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno of the file.
+        Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno with which the
+        file refuses the read.
         """
         data = b""
         with self._request(), self._opened(path, os.O_RDONLY) as opened:
@@ -721,10 +728,11 @@ class Kernel:
 
             kernel.write_file("tracing/kprobe_events", "p:reads vfs_read count=$arg3")
 
-        Deviates: no task of the guest opens the file, so probes do not see the calls.
+        Deviates: no task of the guest opens the file, so the write makes no system calls that probes could
+        see.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (the file takes no data now), ENOSPC (it
-        takes only a part of the text), the errno of the file; see tracing/error_log.
+        takes only a part of the text), the errno with which the file refuses the text; see tracing/error_log.
         """
         left = text.encode("utf-8", "surrogateescape")
         # Without the lock: this process itself may have to serve the host's files that the text names.
@@ -766,7 +774,9 @@ class Kernel:
             return build_filesystem(self.components, layout, owner, further)
 
     def mount(self, layout: RootLayout = RootLayout.FULL, owner: Owner | None = None) -> Mount:
-        """Return a mount for a front end to serve. Requests to the mount also make the guest do system calls.
+        """Return a mount for a front end (a server) to serve.
+
+        Requests to the mount also make the guest do system calls.
 
         `layout` and `owner`: see filesystem(). Raises: KernelError ENODEV (closed).
         """
@@ -783,11 +793,12 @@ class Kernel:
         return mount
 
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
-        """Take over time and records of `old`, a kernel with the same lock and configuration, in steps.
+        """Take over the time and the trace records of `old`, in steps.
 
-        Each step of the returned iterator executes a step of the iterable that `define` returns. Between two
-        steps, `old` stays usable, and the caller may release the lock. After the last step, `old` is
-        unusable. If a step fails, `old` stays usable.
+        `old` is a kernel with the same lock and configuration. `define` registers the probes and events of
+        `old` in this kernel; the iterable that it returns does this in steps. Each step of the result
+        executes one of them. Between two steps, `old` stays usable, and the caller may release the lock.
+        After the last step, `old` is unusable. If a step fails, `old` stays usable.
 
         The lock must be held. Events that `define` registers get the ids of the events of `old` with the same
         names. So the old records can still be printed. The marker REBOOT_MARK follows the old records.

@@ -55,12 +55,13 @@ def build(
     profile: Profile | None = None,
     lock: ControlLock | None = None,
 ) -> BuiltinKernelComponents:
-    """Boot a kernel to its first system call, and build the probe engine and tracing over it.
+    """Boot a kernel to its first system call, and build the probe engine and tracing for it.
 
     `profile` takes precedence over the profile that `config` names. `lock` is the held lock of the kernel
-    that this one replaces.
+    that this one replaces, or None if it replaces none.
 
-    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError.
+    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that does not boot), OSError
+    (the image cannot be read).
     """
     profile = _select_profile(config, profile)
     live = LiveImage(load_image(config.image, config.arch))

@@ -5,6 +5,6 @@ The caller of each function that registers, arms, optimizes or frees holds the c
 stopped. Hits happen while the guest runs; the thread that runs it holds the lock. A hit registers and frees
 nothing. It patches text only where PartialJumpDetector.may_patch() allows it.
 
-The shadow stacks of return_hook have locks in guest code. Python never waits for them, and a CPU that holds
-one is not preempted.
+The shadow stacks of the subpackage return_hook have locks in guest code. Python never waits for them, and a
+CPU that holds one is not preempted.
 """

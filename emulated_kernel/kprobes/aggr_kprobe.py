@@ -16,7 +16,7 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MAX_HANDLERS = 400
-"""Maximum number of handlers that one request compiles, and so the maximum number for one address.
+"""Maximum number of handlers compiled while the control lock is held once, and so of those of one address.
 
 Compiling more is useless: with thousands of handlers, guest code is no faster than Python.
 """
@@ -48,7 +48,10 @@ class HitCost:
 
     def __init__(self) -> None:
         self.latest: deque[int] | None = None
-        """Cost of the latest hits in nanoseconds. None before the first hit: most probes are never hit."""
+        """Costs of the latest hits in nanoseconds, the newest last; None before the first hit.
+
+        Most probes are never hit, so the deque is created late.
+        """
 
     def kept(self) -> deque[int]:
         """Return the deque `latest`, and create it if it does not exist yet.
@@ -105,7 +108,7 @@ class AggrKprobe(AssemblyOwner):
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     """The out-of-line form of the probed instruction.
 
-    None at an fentry site, and after release() has freed the slot.
+    None at an fentry site, and after InsnCopier.release() has freed the slot.
     """
     _cost: HitCost | None = field(default=None, init=False, repr=False)
     list_text: str = field(default="", init=False, repr=False)
@@ -125,15 +128,16 @@ class AggrKprobe(AssemblyOwner):
     is_python: bool = field(default=False, init=False, repr=False)
     """Whether Python handles all hits until the handlers change, because they cannot be compiled."""
     has_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether a member has `code`, disabled or not."""
+    """Whether any member, enabled or disabled, has `code`."""
     has_post_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether a member has `post_code`, disabled or not."""
+    """Whether any member, enabled or disabled, has `post_code`."""
     has_post_handler: bool = field(default=False, init=False, repr=False)
-    """Whether a member has a post_handler or `post_code`, disabled or not. This prevents boosting."""
+    """Whether any member, enabled or disabled, has a post_handler or `post_code`. This prevents boosting."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     """The detour, or None if the address has none.
 
-    If the probes were registered disabled, the detour is created when one is enabled or examined.
+    If the probes were registered disabled, the detour is created when one of the probes is enabled or
+    examined.
     """
     awaits_detour: bool = field(default=False, init=False, repr=False)
     """Whether the detour of several probes, which were all registered disabled, has yet to be created.
@@ -227,7 +231,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def entered_stub(self) -> CompiledCode | None:
-        """Stub that hits enter; None while a jump is in the text, because the jump does not lead to it."""
+        """The stub that hits enter, or None; None also while a jump in the text leads to the detour."""
         return None if self.is_patched else self.stub
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
@@ -355,7 +359,7 @@ class AggrKprobe(AssemblyOwner):
                 self.report(kprobe, error)
 
     def run_break_handler(self, regs: Regs) -> int | None:
-        """Call the break_handler of the member whose pre_handler left the hit open; return the result."""
+        """Call the break_handler of the member whose pre_handler returned a true value; return its result."""
         kprobe = self._stopped_by
         assert kprobe is not None
         assert kprobe.break_handler is not None
@@ -442,7 +446,7 @@ def has_post_handler(kprobe: Kprobe) -> bool:
 
 
 def takes_flags(handler: PostHandler[Any]) -> bool:
-    """Return True if a post_handler requires a third argument."""
+    """Return True if a post_handler requires a third argument, which is `flags` in Linux."""
     from inspect import Parameter, signature
 
     try:

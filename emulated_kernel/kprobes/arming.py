@@ -1,6 +1,6 @@
 """Arming: writes a probe's breakpoint, call or jump into the text, and removes it.
 
-The module also marks the probes in text that is freed as gone.
+When text is freed, the module marks the probes in it as gone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Arming:
             optimizer.optimize(head)
 
     def _uncover(self, head: AggrKprobe) -> None:
-        """Remove or cancel the jumps of other probes that cover the probed address, or would cover it."""
+        """Remove other probes' jumps that cover the probed address; cancel those that are to cover it."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)
@@ -134,7 +134,7 @@ class Arming:
             self._optimizer.leave_text(spans)
 
     def _kill(self, head: AggrKprobe) -> None:
-        """Mark the probes of one address as gone. As in Linux, the text is not changed.
+        """Mark the probes of one address as gone. As in Linux, change the text only if it is an fentry site.
 
         Mirrors: kernel/kprobes.c:kill_kprobe (v6.1).
         """

@@ -87,8 +87,8 @@ class Kprobe(FailureCount, Generic[RegsT]):
     The type of `regs` is the type parameter: `Kprobe[RiscvRegs]` for riscv64. The default is X86Regs.
 
     Handlers run while the guest is stopped in the hit, and must not sleep. In a handler, calling a guest
-    function and registering or unregistering a probe fail with EDEADLK. A handler that raises counts as one
-    that returned 0. `Kernel.call` raises its exception afterwards.
+    function and registering or unregistering a probe fail with EDEADLK. A handler that raises an exception
+    counts as one that returned 0. `Kernel.call` raises the exception afterwards.
 
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
@@ -98,33 +98,33 @@ class Kprobe(FailureCount, Generic[RegsT]):
     offset: int = field(default=0, metadata=ADDRESS)
     """Offset of the instruction from the symbol or from `addr`, in bytes."""
     addr: int | None = field(default=None, metadata=ADDRESS)
-    """Address of the instruction. Registration sets it."""
+    """Address of the instruction if `offset` is 0. Registration sets it to the probed address."""
     pre_handler: PreHandler[RegsT] | None = None
     """Called before the instruction."""
     post_handler: PostHandler[RegsT] | None = None
     """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = field(default=None, repr=False)
-    """Emits the pre_handler as guest code.
+    """Emits guest code that replaces `pre_handler`; None: there is no such code.
 
     After a change of the emitted code, call Kprobes.handler_changed().
     """
     code: str | None = None
-    """A handler in assembly, which runs as guest code before the other handlers.
+    """A handler in assembly, which runs as guest code before the other handlers; None: there is none.
 
     It changes no register of the probed code. A name that stands for an address names a variable in `cells`.
     A fault ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
-    """A post_handler in assembly, which shares `cells` with `code`."""
+    """A post_handler in assembly, which shares `cells` with `code`; None: there is none."""
     fault_handler: FaultHandler[RegsT] | None = None
     """Called with an exception's vector when a handler or the copied instruction faults (Linux before 5.14).
 
     A true result means that the exception has been handled.
     """
     break_handler: BreakHandler[RegsT] | None = None
-    """Called at a breakpoint that ends the hit, if pre_handler returned a true value (Linux before 4.19)."""
+    """Called at the breakpoint that ends a hit, if pre_handler returned a true value (Linux before 4.19)."""
     length: int = 0
-    """Size of the region that a djprobe's jump replaces, in bytes; 0 for a breakpoint."""
+    """Size in bytes of the region that a djprobe's jump replaces; 0: the probe is not a djprobe."""
     disabled: bool = False
     """Whether to register the probe disabled (KPROBE_FLAG_DISABLED)."""
     raised: int = field(default=0, init=False)

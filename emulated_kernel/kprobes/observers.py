@@ -11,9 +11,9 @@ from emulated_kernel.kprobes.sight import LimitedSight, Sight
 from emulated_kernel.machine.text.text import OriginalBytes
 
 MAX_WORDS = 16
-"""Maximum number of patched words whose probes are looked up.
+"""If more words of the text than this are patched, sight() returns Sight.MEMORY.
 
-If more words are patched, sight() returns Sight.MEMORY.
+Otherwise it examines the probes that have patched the words.
 """
 MAX_PROBES = 64
 """Maximum number of probes that are examined; if more have patched the text, sight() returns MEMORY.
@@ -32,8 +32,8 @@ class Observers:
     ) -> None:
         """Observe the patches that `originals` records.
 
-        `breakpoint_size` is in bytes. `loops`: address ranges of functions in which the number of hits
-        depends on the characters of a path.
+        `breakpoint_size`: bytes that a breakpoint overwrites. `loops`: address ranges of functions in which
+        the number of hits depends on the characters of a path.
         """
         self._originals = originals
         self._table = kprobes.table
@@ -80,7 +80,7 @@ class Observers:
     def _find_heads(self) -> Sequence[AggrKprobe] | None:
         """Return the AggrKprobes that have patched the text; None if any patch cannot be examined.
 
-        Such a patch is not that of a probe, or it is within one of `loops`; see __init__().
+        A patch cannot be examined if it is not a probe's, or is within one of `loops`; see __init__().
         """
         found: list[AggrKprobe] = []
         patch = range(0)

@@ -24,7 +24,7 @@ class ProbePlaces:
         self._checker = probe_checker
 
     def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
-        """Return the probed address, its symbol and offset, and whether it is a function's entry.
+        """Return the address to be probed, its symbol and offset, and whether it is a function's entry.
 
         Raises: KernelError EINVAL (not exactly one of symbol and address is given), ENOENT (an unknown
         symbol, or an address in no symbol).

@@ -16,7 +16,10 @@ from emulated_kernel.machine.text.text import Text
 GONE = "gone with its module"
 """Text that is shown for a probe whose module was unloaded."""
 _RARE = "rare_cases"
-"""Name in disassembly of the code that precedes the entry of a compiled handler."""
+"""Name that disassembly shows for the part of a compiled handler before its entry.
+
+This part handles rare cases.
+"""
 _LANDING = {
     "jump": " (the jump leads here)",
     "call": " (the call leads here)",
@@ -101,7 +104,7 @@ class ProbeText:
         return "\n".join((*handler, *copy))
 
     def _compiled(self, head: AggrKprobe, code: CompiledCode) -> Iterator[str]:
-        """Yield the lines that show a handler to which the jump or call in the text leads."""
+        """Yield the lines that show a compiled handler to which the jump or call in the text leads."""
         if head.is_ftrace or head.detour is None:
             way = "call"
             rest: tuple[CodePart, ...] = (CodePart("return", code.copied),)
@@ -111,7 +114,7 @@ class ProbeText:
         yield from self._parts((*_handler(code, way), *rest), code.address + code.size, head)
 
     def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
-        """Yield the lines that show a handler to which the breakpoint leads."""
+        """Yield the lines that show a compiled handler to which the breakpoint leads."""
         end = code.address + code.size
         rest: tuple[CodePart, ...] = (CodePart("go on", code.copied),)
         if code.region is not None:

@@ -1,4 +1,4 @@
-"""Profiles: named presets of build options, each of which selects the kernel whose probing is emulated."""
+"""Profiles: named presets of build options. A profile selects the kernel whose probing is emulated."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Profile:
     name: str
     """Name of the preset."""
     preemption: bool = True
-    """CONFIG_PREEMPTION. A kernel without it boosts probes: the copied instruction ends in a jump back."""
+    """CONFIG_PREEMPTION. A kernel without it boosts probes: a jump back follows the copied instruction."""
     stepper: Stepper = Stepper.BREAKPOINT
     """Mechanism that ends the step of a copied instruction."""
     ftrace: bool = True
@@ -100,13 +100,13 @@ class Profile:
 
 DEFAULT = "linux-6.1"
 RISCV_PROFILE = "riscv-optprobes-2023"
-"""Name of the preset for RISC-V kernels."""
+"""Name of the preset for RISC-V kernels without ftrace sites."""
 RISCV_FTRACE_PROFILE = f"{RISCV_PROFILE}-ftrace"
 """Name of the RISC-V preset that also has ftrace sites; no jump replaces the nop of a site."""
 KERNEL_INTERFACE = "kernel"
 """Value of Profile.interface for a version of tracefs that is detected from the kernel itself."""
 OUT_OF_TREE = ("optprobe", "optprobe-riscv")
-"""Names of the policies that an out-of-tree patch implements: "Add OPTPROBES feature on RISCV", v6, 2023."""
+"""Names of the optimization policies of an out-of-tree patch: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _RISCV: dict[str, Any] = {
     "strategies": OUT_OF_TREE,
     "saving": RegisterSaving.ALL,

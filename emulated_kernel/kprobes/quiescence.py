@@ -30,7 +30,10 @@ class GracePeriod:
         self.yield_to_tasks = yield_to_tasks
         """Function that runs each runnable task of the guest once."""
         self.frozen = frozen
-        """Returns a context manager that freezes all tasks; it yields False if a task does not freeze."""
+        """Function that returns a context manager, which freezes all tasks.
+
+        The context manager yields True, or False if a task does not freeze.
+        """
         self.in_use_ranges: Callable[[Sequence[Span]], Collection[Span]] = kernel.in_use_ranges
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 
@@ -40,9 +43,10 @@ class GracePeriod:
 
 
 class DelayedWork:
-    """A function that is called at a scheduled jiffy.
+    """A function that is scheduled for a later jiffy.
 
-    The function does not run by itself: the host calls `run_if_due` between requests.
+    The function runs at the first call of `run_if_due` at or after this jiffy. The host calls `run_if_due`
+    between requests.
     Mirrors: struct delayed_work.
     """
 

@@ -56,7 +56,7 @@ class ProbedPlace(NamedTuple):
     address: int
     """Address of the original instruction that the CPU is about to execute."""
     detour: tuple[int, range] | None = None
-    """Entry address and range of addresses of the detour or stub whose handlers the CPU executes.
+    """Entry address and address range of the detour or stub (compiled handler) that the CPU executes.
 
     The value is None if the CPU is in an insn slot, or in the copied instructions at the end of a detour or
     stub.
@@ -64,7 +64,7 @@ class ProbedPlace(NamedTuple):
     pushed: int = 0
     """Number of bytes that the copy of the instruction has pushed on the stack so far."""
     is_calling: bool = False
-    """Whether the next instruction is the jump at the end of a relocated call."""
+    """Whether the next instruction is the jump with which the copy of a call instruction ends."""
 
 
 class Kprobes:
@@ -85,7 +85,7 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock, with which code for other kinds of probes asserts that its callers hold it."""
+        """The control lock. Code for other kinds of probes asserts that its callers hold it."""
         self._image = image
         self.symbols = image.kallsyms
         self._log = log
@@ -93,7 +93,7 @@ class Kprobes:
         self._bits = arch.bits
         table = ProbeTable(arch.bits)
         self.table = table
-        """Probed address -> its probes, and whether all probes are disarmed."""
+        """Table: probed address -> its probes. It also has the flag that all probes are disarmed."""
         self.after_switch: list[Callable[[], None]] = []
         """Functions that are called after all probes, or all fentry sites, were armed or disarmed."""
         self._assembler = arch.assembler
@@ -171,12 +171,16 @@ class Kprobes:
     ) -> None:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
-        `kind`: letter for the kind of the probe in kprobes/list. `on_assembled` is called with the assembled
-        handlers before the probe is armed.
+        `kind`: letter for the kind of the probe in kprobes/list. `on_assembled`: called before the probe is
+        armed, with its assembled handlers, if it has assembly handlers.
 
         Raises: KernelError EINVAL (not exactly one of symbol and address is given, registered already,
-        blacklisted, not text, code that cannot be assembled), ENOENT (unknown symbol, or an address in no
-        symbol), EILSEQ (not at an instruction), ENOMEM.
+        blacklisted, not text, code that cannot be assembled, wrong `length` of a djprobe, the instruction
+        cannot be copied), ENOENT (unknown symbol, or an address in no symbol), EILSEQ (not at an instruction,
+        or at one that only raises an exception), EEXIST (second jprobe at the address, or an address in the
+        code that a djprobe's jump replaces), EOPNOTSUPP (the instruction can be neither stepped nor emulated,
+        or the probe has a field that this kernel's struct kprobe lacks), ENOSPC (no room for the breakpoint
+        after the instruction's copy), ENOMEM (no memory for the probe's code or variables).
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
@@ -213,7 +217,9 @@ class Kprobes:
             self.set_runs_guest(kprobe, True)
 
     def set_runs_guest(self, owner: object, runs_guest: bool) -> None:
-        """Record whether hits of the probes of `owner` run guest code in which other probes can be hit.
+        """Record whether hits of an owner's probes run guest code in which other probes can be hit.
+
+        `owner`: the probe itself, or the object that registers the probes.
 
         While this is so for any owner, compiled handlers check whether the CPU is already within a hit. If
         the need for this check begins or ends, all handlers are compiled again.
@@ -226,14 +232,20 @@ class Kprobes:
                     self.routes.update(head)
 
     def assemble(self, texts: Mapping[HandlerPoint, str], cells: PerCpuVars) -> AssembledHandlers:
-        """Assemble the handlers in `texts` (point of a hit -> assembly text); `cells` are their variables.
+        """Return the assembled handlers of a probe.
 
-        Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for cells).
+        `texts`: point at which a handler runs -> its assembly text. `cells`: the per-CPU variables that the
+        texts use.
+
+        Raises: KernelError EINVAL (an error in a text), ENOMEM (no room for the variables).
         """
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Free assembled handlers whose code was dropped, as soon as no CPU can execute it any more."""
+        """Copy the variables of assembled handlers to Python; free their guest memory once no CPU can use it.
+
+        Precondition: the guest code that contains the handlers was dropped.
+        """
         self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
@@ -356,6 +368,8 @@ class Kprobes:
     def _register_aggregate(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Add a probe at an address that is probed already.
 
+        Raises: KernelError EEXIST (a second jprobe).
+
         Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1).
         """
         if not head.is_aggregated:
@@ -412,7 +426,8 @@ class Kprobes:
     def commit_kprobes(self) -> None:
         """Write the jumps of registered djprobes, and free the detours of unregistered ones.
 
-        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task stays in a region).
+        Raises: KernelError EOPNOTSUPP (this kernel has no djprobes), EBUSY (a task stays in the code that a
+        jump is to replace).
 
         Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
         """
@@ -424,7 +439,7 @@ class Kprobes:
     # Enabling and arming
 
     def enable_kprobe(self, kprobe: Kprobe) -> None:
-        """Enable a probe. Raises: KernelError EINVAL (the probe is not registered or its code is gone).
+        """Enable a probe. Raises: KernelError EINVAL (it is not registered, or the probed code is gone).
 
         Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
         """
@@ -481,7 +496,10 @@ class Kprobes:
         self._refresh(head)
 
     def resolve_probed_address(self, address: int) -> ProbedPlace | None:
-        """Map an address in a slot, detour or stub to the probed instruction; None for other addresses."""
+        """Return the place in probed code for an address in an insn slot, detour or stub (compiled handler).
+
+        Return None for other addresses.
+        """
         for head in self.table:
             insn = head.insn
             slot = None if insn is None else insn.slot
@@ -501,7 +519,8 @@ class Kprobes:
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
         """Return the detour of the probe's address, or None if it has no detour.
 
-        The detour may exist although no jump leads to it.
+        If the detour's creation was put off at the registration, create the detour now. A detour may exist
+        although no jump leads to it.
         """
         head = self.table.valid(kprobe)
         if head is None:
@@ -526,7 +545,10 @@ class Kprobes:
         return report.why_unarmed(self.table, self.sites, kprobe)
 
     def set_ftrace_enabled(self, value: int) -> None:
-        """Set sysctl kernel.ftrace_enabled to `value`. Raises: KernelError EOPNOTSUPP (no fentry sites)."""
+        """Set sysctl kernel.ftrace_enabled to `value`; 0 makes all fentry sites nops.
+
+        Raises: KernelError EOPNOTSUPP (no fentry sites).
+        """
         self.lock.assert_held()
         if self.sites is None:
             raise KernelError(errno.EOPNOTSUPP, "built without ftrace")
@@ -554,7 +576,7 @@ class Kprobes:
         """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (a rule forbids the jump, or a post_handler
-        needs the end of the step).
+        needs the end of the step), and the errors of Optimizer.ask().
         """
         self.lock.assert_held()
         head = self._head_of(kprobe)
@@ -601,7 +623,7 @@ class Kprobes:
     # Files in debugfs
 
     def set_enabled(self, enabled: bool) -> None:
-        """Arm all probes if `enabled` is True, else disarm them: execute a write to kprobes/enabled."""
+        """Arm all probes if `enabled` is True, else disarm them, as a write to kprobes/enabled does."""
         self.lock.assert_held()
         if enabled:
             self._arming.arm_all()
@@ -610,7 +632,7 @@ class Kprobes:
         self._notify_switched()
 
     def list_records(self, start: int) -> Iterator[str]:
-        """Iterate over the lines of kprobes/list: one text for each hash bucket, from bucket `start` on."""
+        """Iterate over the text of kprobes/list: the lines of each hash bucket, from bucket `start` on."""
         for probes in self.table.buckets(start):
             yield report.bucket_text(probes, self.symbols, self._bits)
 
@@ -626,7 +648,7 @@ class Kprobes:
         return "1" if stages.delay is None else f"1 {stages.delay * 1000 // HZ}"
 
     def stopped_lines(self) -> Iterator[str]:
-        """Iterate over further lines of kprobes/stages, one for each probe at which patching has stopped."""
+        """Iterate over the other lines of kprobes/stages: one for each probe where patching has stopped."""
         optimizer = self.optimizer
         if optimizer is None or not optimizer.stages:
             return

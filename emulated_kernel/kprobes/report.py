@@ -20,7 +20,10 @@ OPTIMIZATION_MESSAGES = {
 
 
 def mode(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) -> str:
-    """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone."""
+    """Return a probe's present mode: int3, boosted, optimized, ftrace, disarmed or gone.
+
+    `sites`: None if the kernel has no fentry sites.
+    """
     if kprobe.is_gone:
         return "gone"
     if kprobe.is_disabled:
@@ -43,7 +46,8 @@ def _is_ftrace_off(sites: FtraceSites | None) -> bool:
 def why_unarmed(table: ProbeTable, sites: FtraceSites | None, kprobe: Kprobe) -> str:
     """Return the reason why a probe cannot be hit now, or "" if it can be hit.
 
-    The reason is a clause in the past tense, for a report about a command that has ended.
+    The reason is a clause in the past tense, for a report about a command that has ended. `sites`: None if
+    the kernel has no fentry sites.
     """
     if kprobe.is_gone:
         return "the probed code was unloaded"
@@ -68,7 +72,8 @@ def reason(
     """Return the first rule that keeps the probe from a better mode, or "" if there is no better mode.
 
     If the probe has a jump that Linux would refuse, return the methods beyond Linux's (tactics) that made the
-    jump possible, and Linux's rule. `place`: function that returns an address as text.
+    jump possible, and Linux's rule. `place`: function that returns an address as text. `sites`, `optimizer`:
+    None if the kernel has no fentry sites, or no jump optimization.
     """
     if kprobe.is_gone:
         rule = "the probed code is gone"
@@ -193,6 +198,8 @@ def blacklist_lines(
     blacklist: Iterable[tuple[int, int, str]], symbols: Kallsyms, bits: int = 64
 ) -> Iterator[str]:
     """Iterate over the lines of kprobes/blacklist.
+
+    `blacklist`: start, exclusive end and name of each blacklisted range. `bits`: size of an address in bits.
 
     Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1).
     """

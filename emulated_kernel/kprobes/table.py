@@ -85,5 +85,8 @@ class ProbeTable:
 
 
 def hash_address(address: int, bits: int = 64) -> int:
-    """Return the index of an address's hash bucket. Mirrors: include/linux/hash.h:hash_ptr."""
+    """Return the index of the hash bucket of an address of `bits` bits.
+
+    Mirrors: include/linux/hash.h:hash_ptr.
+    """
     return (address * GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - KPROBE_HASH_BITS)

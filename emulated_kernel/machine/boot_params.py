@@ -24,7 +24,7 @@ def write_boot_params(
 
     The structure is {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}. ram_start
     and ram_end are the physical range of RAM that the guest may use. The host's pages lie outside of this
-    range.
+    range. `boot_ns`: wall time of the boot in nanoseconds since the epoch.
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)

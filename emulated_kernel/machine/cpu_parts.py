@@ -14,9 +14,9 @@ from emulated_kernel.util.config import ARCHITECTURES, ElfMachine
 from emulated_kernel.util.fast_dataclass import dataclass
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Function that adapts the trap hooks to Unicorn, tests Unicorn, and returns the tests' results.
+"""Function that adapts the trap hooks to this version of Unicorn, tests Unicorn, and returns the results.
 
-Its arguments are the bench for the tests, and the result of find_cpu_state().
+Its arguments are the machine for the tests, and the result of find_cpu_state().
 
 Raises: HardwareError (a check failed: Unicorn can't be used).
 """
@@ -24,7 +24,7 @@ Raises: HardwareError (a check failed: Unicorn can't be used).
 
 @dataclass(frozen=True, slots=True)
 class CpuParts:
-    """The architecture-dependent parts of a machine."""
+    """The CPU model, trap hooks and interrupt delivery with which a machine emulates an architecture."""
 
     model: CpuModel
     adapt: Adapt
@@ -52,12 +52,12 @@ def _riscv() -> tuple[CpuParts, ...]:
 
 
 _FAMILIES = {ElfMachine.X86_64: _x86, ElfMachine.I386: _x86, ElfMachine.RISCV: _riscv}
-"""ELF machine -> function that imports the modules of a family of architectures and returns their parts."""
+"""ELF machine -> function that imports the modules of its architectures, and returns their CpuParts."""
 
 
 @cache
 def cpu_parts(arch: str) -> CpuParts:
-    """Return the parts of the architecture `arch`. Raises: HardwareError (an unknown architecture)."""
+    """Return the CpuParts of the architecture `arch`. Raises: HardwareError (an unknown architecture)."""
     if arch not in ARCHITECTURES:
         raise HardwareError(f"no machine for {arch}")
     return next(parts for parts in _FAMILIES[ARCHITECTURES[arch]]() if parts.model.name == arch)

@@ -65,7 +65,7 @@ class DebuggedMachine(Protocol):
         """Register `action`, a function to call before the emulator is freed."""
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides at which instructions a debugger's step does not stop.
+        """Return a function that returns True for an instruction at which a debugger's step does not stop.
 
         The step begins at the breakpoint of a probe, which is at the current ip. The debugger calls the
         function before each instruction, with the instruction's address. The step ends at the first address
@@ -74,7 +74,7 @@ class DebuggedMachine(Protocol):
 
 
 class Debugger:
-    """Holds a guest, and resumes it until a breakpoint, the next instruction or an interrupt.
+    """Stops ("holds") a guest, and resumes it until a breakpoint, the next instruction or an interrupt.
 
     While the debugger is attached, Unicorn calls a hook before each instruction. Therefore breakpoints change
     no byte of the guest. While the debugger holds the guest, the control lock is lent: only observers, which
@@ -88,9 +88,12 @@ class Debugger:
         """Addresses of instructions before which the guest stops."""
         self.is_attached = False
         self.is_held = False
-        """Whether the guest is held now; the thread of the remote debugger changes it."""
+        """Whether the debugger holds the guest now.
+
+        The remote debugger's thread changes it, and so does the thread in a run that stops.
+        """
         self.on_stop: Callable[[], None] = lambda: None
-        """Function to call in any thread after the guest has stopped by itself."""
+        """Function to call after a run has stopped before an instruction. The thread of the run calls it."""
         self.is_in_run = False
         """Whether the guest is held in the middle of a run, where ip cannot be changed."""
         self._steps = False
@@ -104,7 +107,7 @@ class Debugger:
         self._resumed = threading.Event()
 
     def attach(self, is_given_up: Callable[[], bool]) -> None:
-        """Hold the guest once no request is served, and begin to watch its instructions.
+        """Hold the guest as soon as no request is served, and call a hook before each of its instructions.
 
         While requests are served, wait. If `is_given_up` returns True before the guest is held, stop waiting
         and do nothing.
@@ -125,8 +128,8 @@ class Debugger:
     def detach(self, is_given_up: Callable[[], bool]) -> None:
         """Remove all breakpoints, and resume the guest; do nothing if the debugger is not attached.
 
-        `is_given_up`: function that returns True once the machine ends. In that case, do not wait for the
-        control lock, because the thread that ends the machine may hold it.
+        `is_given_up`: function that returns True if the machine is being shut down. In that case, do not wait
+        for the control lock, because the thread that ends the machine may hold it.
         """
         if not self.is_attached:
             return
@@ -151,7 +154,7 @@ class Debugger:
         self.lock.end_loan()
 
     def _take(self, is_given_up: Callable[[], bool]) -> bool:
-        """Lend the control lock to this debugger once no thread holds it, and return True.
+        """Wait until no thread holds the control lock, lend the lock to this debugger, and return True.
 
         If `is_given_up` returns True before that, return False.
         """
@@ -164,8 +167,8 @@ class Debugger:
         """Resume the guest; with `step`, stop it again before the next instruction.
 
         At a probe's breakpoint, a step also executes the slot, the detour and the handlers, and ends after
-        the probed instruction. If the guest has stopped inside of this code, a step executes one instruction
-        of the code.
+        the probed instruction. If the guest has stopped in the slot, the detour or a handler, a step executes
+        one instruction.
         """
         self._steps = step
         self._interrupts = False
@@ -182,8 +185,8 @@ class Debugger:
     def interrupt(self) -> bool:
         """Stop the guest. Return True if the guest is held when this method returns.
 
-        If a thread holds the lock, return False: the guest stops before its next instruction, or at the next
-        call of this method.
+        If a thread holds the control lock, return False: the guest stops before its next instruction, or at
+        the next call of this method.
         """
         if self.is_held:
             return True

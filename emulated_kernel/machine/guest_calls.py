@@ -60,32 +60,35 @@ class HostCalls:
         return int(getattr(self._enter(start, tick=True), self._cpu.result))
 
     def execute(self, start: Any) -> Any:
-        """Run from a complete register state until the function returns; return the complete end state.
+        """Run the function at `start.ip` from the register values `start`; return those at its end.
 
-        Both states are register sets of the CPU model. `start.sp` can be `stack_top`; on x86 the return
-        address is written to the stack at `start.sp`. The function returns to a halt instruction, which ends
-        the run. In the end state, ip is the address after this instruction. The guest's own registers are
-        always restored. The clock isn't set, so that the same start gives the same end.
+        Both are named tuples of the type CpuModel.register_set. `start.sp` can be `stack_top`; on x86 the
+        return address is written to the stack at `start.sp`. The function returns to a halt instruction,
+        which ends the run. In the result, ip is the address after this instruction. The guest's own registers
+        are always restored. The clock isn't set, so that the same start gives the same end.
 
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         return self._enter(start, tick=False)
 
     def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
-        """Run from a complete register state until a trap; return the trap and the registers.
+        """Run the guest from the register values `start` until a trap; return the trap and the end values.
 
-        Each exception stops the run. But if `fixup` is True, the guest continues at the exception's fixup, if
-        there is one. If TF is set in `start.flags`, the run ends after one instruction with the trap DEBUG.
-        Nothing is pushed: `start.sp` can be any value. The guest's own registers are restored. `goes_on`: the
-        caller will continue from the returned state, so `on_leave` isn't called; if False, it is.
+        `start` and the end values are named tuples of the type CpuModel.register_set. The guest's own
+        registers are restored. Nothing is pushed: `start.sp` can be any value. If TF is set in `start.flags`,
+        the run ends after one instruction with the trap DEBUG.
+
+        `fixup`: if True, an exception with a fixup doesn't end the run, and the guest continues at the fixup.
+        `goes_on`: whether the caller will continue from the end values. If not, call the functions in
+        ProbedMachine.on_leave.
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def call_within(self, address: int, *args: int, sp: int) -> int:
-        """Call a function from a deferred handler, on the guest's own stack below `sp`.
+        """Call a function for a handler that has interrupted the run, on the guest's own stack below `sp`.
 
-        The function runs with interrupts off. Arguments are only passed in registers. Probes in the function
-        can be hit.
+        Return the function's result. The function runs with interrupts off. Arguments are only passed in
+        registers. Probes in the function can be hit.
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         regs = self._regs
@@ -148,8 +151,9 @@ class HostCalls:
                 hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
-        """Handle the exception `trap` of a called function: continue at its fixup; without one, stop.
+        """Handle the exception `trap` of a called function: continue at its fixup, or end the run.
 
+        The run ends if there is no fixup.
         Mirrors: arch/x86/mm/extable.c:fixup_exception (v6.1).
         """
         fixup = self._ex_table.get(trap.address)
@@ -162,7 +166,7 @@ class HostCalls:
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:
     """Map a guest stack for calls by the host, between unmapped guard pages; return the address of its top.
 
-    `number`: index of the stack. `size`: its size in bytes.
+    `number`: index of the stack among those of the host; it selects the address. `size`: its size in bytes.
     """
     base = cpu.layout.host_stacks + number * 0x100000 + PAGE_SIZE
     memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)

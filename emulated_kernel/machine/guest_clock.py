@@ -1,6 +1,7 @@
-"""GuestClock: the guest's clock. Each reading of the clock advances its time.
+"""GuestClock: the guest's clock, with real, virtual or model time.
 
-The time is in the guest's variable host_clock, which has two u64 fields: now_ns and step_ns.
+The time is in the guest's variable host_clock, which has two u64 fields: now_ns, and step_ns, the nanoseconds
+by which each reading advances now_ns.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _JNE = 0x75
 
 
 def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
-    """Yield the loops in i386 text at `va` that advance the clock with cmpxchg8b and repeat if that fails.
+    """Yield the address range of each loop in i386 text that advances the clock with cmpxchg8b.
 
-    `cells`: address of the guest's variable host_clock, which the code of each loop contains.
+    Such a loop repeats if cmpxchg8b fails. `va`: address of `text`. `cells`: address of the guest's variable
+    host_clock, which the code of each loop contains.
     """
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
@@ -44,7 +46,7 @@ class GuestClock(ABC):
     """The clock of a guest, which handlers and tracing read. The time is in nanoseconds since boot."""
 
     is_virtual: bool
-    """Whether the time is virtual or model time, so that it does not pass while the guest is stopped."""
+    """True for virtual or model time, which does not pass while the guest is stopped; False for real time."""
 
     def __init__(self) -> None:
         self._is_held = False
@@ -52,7 +54,7 @@ class GuestClock(ABC):
     @property
     @abstractmethod
     def step_ns(self) -> int:
-        """Nanoseconds by which each reading advances the time."""
+        """Nanoseconds by which each reading advances the time; 0 for model time."""
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -60,10 +62,13 @@ class GuestClock(ABC):
 
     @abstractmethod
     def read_ns(self) -> int:
-        """Read the time as the guest does. The reading advances the time, unless holding() stops it."""
+        """Read the time as the guest does.
+
+        The reading advances the time, except during a call of a function that holding() returned.
+        """
 
     def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
-        """Return a function that calls `call`, and during which readings do not advance the time.
+        """Return a function that calls `call`; during the call, readings don't advance the time.
 
         The returned function passes its only argument, such as a trap's registers, to `call`.
         """
@@ -178,8 +183,8 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
-        `seed` selects the earliest time of a virtual or model clock, and the duration of a reading in virtual
-        time.
+        `seed`: seed of the random numbers for the earliest time of a virtual or model clock, and for the
+        duration of a reading in virtual time.
         Raises: ValueError (`kind` is no kind of clock), KernelError EOPNOTSUPP (there is no model clock on
         this machine).
         """

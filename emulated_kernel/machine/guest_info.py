@@ -35,9 +35,9 @@ class CpuInfo:
     runnable: int
     """Number of runnable tasks that wait for the CPU."""
     switches: int
-    """Number of task switches since boot."""
+    """Number of task switches on the CPU since boot."""
     interrupts: int
-    """Number of hard interrupts since boot."""
+    """Number of hard interrupts on the CPU since boot."""
 
     @property
     def is_idle(self) -> bool:

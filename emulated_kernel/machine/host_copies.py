@@ -1,4 +1,4 @@
-"""HostCopies: executes in the host the repeated copies between the guest's kernel and user memory."""
+"""HostCopies: makes the host execute the guest's copies (`rep movs`) between kernel and user memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from emulated_kernel.util.abi import Prot
 _WORD = (1 << 64) - 1
 _DIRECTION_FLAG = 1 << 10
 _DIRECTION_AT = 4 * STATE_SLOT + 4
-"""Offset in bytes from the stored flags to the direction (1 or -1) in Unicorn's CPU structure.
+"""Offset from the flags to the direction of string instructions (1 or -1) in Unicorn's CPU structure.
 
-The direction is that of string instructions. `HostCopies` checks the offset.
+It is in bytes from the field `_stored_flags` of FastRegs. `HostCopies` checks the offset.
 """
 
 
 class HostCopies:
-    """Executes repeated copies by the host's routine `copy`, with the same result as in the guest.
+    """Executes the guest's `rep movs` by the host's routine `copy`, with the same result as in the guest.
 
     Unicorn takes 2.6 ns for each word, the routine 0.1 ns. The guest executes a copy itself if the
-    instruction is patched, if the CPU has its trap flag set, or if a part of the memory is not mapped or not
-    writable.
+    instruction is patched, if the CPU has its trap flag set, if a part of the memory is not mapped, or if the
+    destination is not writable.
     """
 
     def __init__(self, regs: Regs, cpu: CpuModel, memory: Memory, ram: int) -> None:
-        """Prepare the copies. `ram` is the address in this process of the guest's physical address 0."""
+        """Create an object that executes no copies before take_over().
+
+        `ram`: the address in this process of the guest's physical address 0.
+        """
         self._regs = regs
         self._cpu = cpu
         self._memory = memory
@@ -46,10 +49,11 @@ class HostCopies:
         return sum(int(words.copies) for words in self.all)
 
     def take_over(self, engine: Engine, fixups: Iterable[int]) -> None:
-        """Make the host execute the guest's repeated copies that have a fixup, from now on.
+        """Make the host execute those `rep movs` instructions of the guest that have a fixup, from now on.
 
-        `fixups`: addresses of the instructions in the kernel's exception table. If the host has no routine or
-        no fast registers, do nothing. Precondition: the guest has not run yet.
+        `fixups`: addresses of the instructions in the kernel's exception table. Do nothing if the host has no
+        routine `copy`, or if Unicorn's CPU structure can't be accessed directly. Precondition: the guest has
+        not run yet.
         """
         code = self._cpu.repeated_copy
         routine = routine_address("copy") if code else None

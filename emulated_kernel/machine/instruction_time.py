@@ -23,7 +23,7 @@ HANDLER_NS = 500
 
 
 class InstructionTime:
-    """Counts guest instructions, traps and handlers as nanoseconds, without Python.
+    """Adds nanoseconds to a time for each guest instruction, trap and handler, without Python.
 
     The counted time is exact and depends only on what the guest executes. A run of the guest is several times
     slower while instructions are counted.
@@ -45,7 +45,7 @@ class InstructionTime:
     def start(self) -> None:
         """Count instructions, traps and handlers from now on; the guest must not run.
 
-        Raises: KernelError EOPNOTSUPP (the host has no routines).
+        Raises: KernelError EOPNOTSUPP (the host has no machine-code routines for instructions and traps).
         """
         routine = routine_address("count")
         if routine is None or not self._hooks.is_native:

@@ -20,9 +20,9 @@ def page_up(value: int) -> int:
 
 
 def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
-    """Copy and map all segments and the direct map; return the first physical address after the segments.
+    """Copy the image's segments to RAM, and map them; return the first physical address after them.
 
-    `layout` has the addresses of the direct map and of the kernel map.
+    Also map all RAM at the direct map. `layout` has the addresses of the direct map and of the kernel map.
     Raises: HardwareError (the image does not fit in RAM, or the RAM does not fit in the direct map).
     """
     limit = memory.host_pages.base

@@ -98,7 +98,8 @@ class Machine(ProbedMachine):
     def _build_cpu(self) -> None:
         """Create registers and hooks.
 
-        The registers access the CPU state directly if the self-test finds its address.
+        The registers access Unicorn's CPU structure directly if MachineConfig.fast_registers is set and the
+        structure's address is found.
         """
         cpu = self.model
         engine = self._engine
@@ -109,7 +110,7 @@ class Machine(ProbedMachine):
         self.hooks = self._parts.hooks(engine, cpu, self.regs, NoExceptionState(), self.handler_time)
         bench = quirks.Bench(self.hooks, self.memory, self._stack)
         self.self_test = self._parts.adapt(bench, found)
-        """Results of the start-up self-test, one for each deviation of Unicorn."""
+        """Results of the start-up self-test, one for each known deviation of Unicorn from a real CPU."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
         """Number of the current CPU, which `regs` and `deliver` refer to; `switch_to` changes it."""
@@ -171,9 +172,12 @@ class Machine(ProbedMachine):
     def _boot(self) -> None:
         self._stale: StaleFetch | None = None
         self._is_preempted = False
-        """Whether the last run was preempted, so that the next run continues it."""
+        """Whether the last run was preempted.
+
+        If True, the next run continues it, and doesn't advance the clock first.
+        """
         self.boot_ns = time_ns() if self.config.clock == "real" else 0
-        """Wall time of the guest's boot as the guest sees it, in nanoseconds since the epoch."""
+        """Wall time of the guest's boot in nanoseconds since the epoch; 0 if the clock isn't real."""
         params = boot_params.write_boot_params(
             self.memory, self.model, self.config, self._free_ram, self.boot_ns
         )
@@ -228,9 +232,9 @@ class Machine(ProbedMachine):
     def run(self, budget: float | None = None) -> Trap:
         """Run the guest until it stops, and return the trap with the reason.
 
-        `budget`: maximum CPU time of the run in seconds; None selects the configured budget. Raises:
-        HardwareError (called during a run; the emulator failed), Exception (raised by a breakpoint handler or
-        fault hook; the guest remains at its instruction).
+        `budget`: maximum CPU time of the run in seconds; None selects `run_budget`. Raises: HardwareError
+        (called during a run; the emulator failed), KernelError EBUSY (a debugger holds the guest), Exception
+        (raised by a breakpoint handler or fault hook; the guest remains at its instruction).
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)
@@ -270,7 +274,8 @@ class Machine(ProbedMachine):
     def finish_interrupt(self, returns_to: int) -> None:
         """Make the next run end when the delivered interrupt has returned to the address `returns_to`.
 
-        The run may end earlier, for example at a trap. If the machine has no Quantum, do nothing.
+        The run may end earlier, for example at a trap. If CPUs are never preempted (MachineConfig.quantum is
+        0), do nothing.
         """
         if self._quantum is not None:
             self._quantum.stop_at(returns_to)
@@ -278,7 +283,7 @@ class Machine(ProbedMachine):
     def leave(self, within: Callable[[int], bool]) -> None:
         """Run the current CPU, which was preempted, until it leaves the code that `within` describes.
 
-        `within(ip)`: returns True while ip is in this code. Precondition: the machine has a Quantum.
+        `within(ip)`: returns True while ip is in this code. Precondition: MachineConfig.quantum is not 0.
         """
         assert self._quantum is not None, "CPUs are only preempted with a quantum"
         self._quantum.stop_outside(within)
@@ -290,7 +295,7 @@ class Machine(ProbedMachine):
     def serialise(self) -> None:
         """Drop the prefetched bytes of all CPUs, as a serialising instruction does.
 
-        All CPUs must be stopped.
+        All CPUs must be stopped. Without MachineConfig.stale_fetch, do nothing.
         """
         if self._stale is not None:
             self._stale.serialise_all()
@@ -303,7 +308,7 @@ class Machine(ProbedMachine):
     def switch_to(self, number: int) -> None:
         """Save the state of the current CPU, and make CPU `number` the current one.
 
-        Raises: HardwareError (called from within a run).
+        Raises: HardwareError (called from within a run), KernelError EBUSY (a debugger holds the guest).
         """
         if number == self.cpu:
             return
@@ -366,7 +371,8 @@ class Machine(ProbedMachine):
     def register_values(self) -> list[int]:
         """Return one list with the values of the registers of all CPUs.
 
-        The list includes instruction pointers, but no flags.
+        The values are in the order of the CPUs, and for each CPU in the order of CpuModel.registers, with ip
+        but without the flags.
         """
         values: list[int] = []
         for cpu in self.cpus:
@@ -412,7 +418,10 @@ class Machine(ProbedMachine):
 
     @property
     def interrupts_enabled(self) -> bool:
-        """Whether interrupts are enabled (IF, SIE). Exceptions and WATCHDOG can always be delivered."""
+        """Whether interrupts of the current CPU are enabled (x86: IF, riscv64: SIE).
+
+        Exceptions and WATCHDOG can always be delivered.
+        """
         return bool(self.regs.flags & self.model.interrupt_flag)
 
     def __enter__(self) -> Self:

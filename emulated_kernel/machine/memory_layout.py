@@ -20,8 +20,9 @@ PUN_SPACES = {
 }
 """Word size in bits -> x86 address ranges that the kernel leaves unused, for detours of punned jumps.
 
-From each range, 32-bit displacements reach the kernel's text and the other code of the host. The gaps
-between the ranges hold pages of the host.
+A punned jump (see arch/x86/punned.py) cannot choose all bytes of its displacement. From each range, 32-bit
+displacements reach the kernel's text and the other code of the host. The gaps between the ranges hold pages
+of the host.
 """
 
 
@@ -38,16 +39,16 @@ class MemoryLayout:
     host_stacks: int
     """Stacks for functions that the host calls, separated by unmapped pages."""
     kernel_map: int
-    """Link address of physical address 0: a segment is loaded at its link address minus kernel_map."""
+    """First address of the image's mapping: the link address of a segment minus its physical address."""
     text_space: int
     """Insn slots and detour buffers, within the reach of a jump from the image."""
     module_space: int
     """Text and data of modules, also within the reach of a jump from the image."""
     host_text: int
-    """Page of the host's own code: the return pad, and the code that the self-test runs."""
+    """Page of the host's code: the halt to which called functions return, and the code of the self-test."""
     record_pages: int
     """Pages of ring buffers; host memory is only used for pages that were written."""
     record_pages_size: int
     """Size in bytes of the region for pages of ring buffers."""
     pun_space: tuple[range, ...] = ()
-    """Address ranges for the detours of punned jumps (see PUN_SPACES); empty on RISC-V."""
+    """Address ranges for the detours of punned jumps (see PUN_SPACES); empty on RISC-V and arm64."""

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 _MAX_PENDING = 4096
 _pair: tuple[socket.socket, socket.socket] | None = None
-"""Two sockets: one to read signal numbers from, and one to which Python writes them.
+"""Two sockets: one to read signal numbers from, and one to which Python writes them; None before watch().
 
 The variable is global, because signals concern the whole process.
 """
@@ -70,7 +70,7 @@ def pending() -> int:
 
 
 def take() -> int:
-    """Return the number of recorded SIGINTs, and forget them.
+    """Forget the recorded SIGINTs, and return their number, or 1 if none was recorded.
 
     Python must have called their handlers already.
     """

@@ -41,10 +41,9 @@ class ProbedMachine(ABC):
         self.damage = DamageReports()
         """Reports of damaged data of the guest, for the log."""
         self.on_leave: list[Callable[[], None]] = []
-        """Functions to call after each call of a guest function by the host.
+        """Functions to call after each call of a guest function by the host, even if it did not return.
 
-        The call may have ended before the guest function returned. If the host continues the call from the
-        state in which it ended, the functions are not called.
+        They are not called if the host will continue the call from the state in which it ended.
         """
         self.on_give_up: list[Callable[[int], None]] = []
         """Functions to call if a guest function, called by a handler of a hit, did not return.
@@ -75,7 +74,7 @@ class ProbedMachine(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """The emulator's engine."""
+        """The Unicorn engine that runs the guest."""
 
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:
@@ -105,10 +104,13 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` when a CPU's quantum is used up; if it returns False, run one more instruction."""
+        """Call `may_end` when a CPU's quantum is used up, and preempt the CPU only if `may_end` returns True.
+
+        If it returns False, the CPU runs one more instruction, and `may_end` is called again.
+        """
 
     def passed_in_step(self) -> Callable[[int], bool]:
-        """Return a function that decides at which addresses a debugger's step does not stop.
+        """Return a function that returns True for the addresses at which a debugger's step does not stop.
 
         These are the addresses of generated code; see DebuggedMachine.passed_in_step. But a step that begins
         in generated code, for example at the breakpoint that calls a detour's handlers, executes one

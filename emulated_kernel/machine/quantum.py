@@ -13,7 +13,10 @@ from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from emulated_kernel.machine.unicorn_engine import CODE_CALLBACK, HOOK_CODE, Engine
 
 _MIN_QUANTUM = 1
-"""Minimum number of instructions of a run; an interrupt before the first one would lose the host's answer."""
+"""Minimum number of instructions of a run.
+
+An interrupt before the first instruction would lose the host's answer to a hypercall.
+"""
 _INTERRUPT = 2000
 """Maximum number of instructions that a CPU gets for an interrupt, in addition to a quantum."""
 
@@ -27,7 +30,9 @@ class Quantum:
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """End each run after `mean` instructions on average. A generator with `seed` selects the numbers.
+        """Create a Quantum that ends each run after `mean` instructions on average.
+
+        A random generator with the seed `seed` selects the number of instructions of each run.
 
         Raises: ValueError (`mean` is less than one).
         """
@@ -56,7 +61,7 @@ class Quantum:
         engine.flush_code()
 
     def arm(self, within: range | None = None) -> None:
-        """Start counting for the next run.
+        """Start counting the instructions of the next run.
 
         If `within` is given, the run also ends at the first instruction outside of this range.
         """
@@ -74,14 +79,14 @@ class Quantum:
         self._words.end = address
 
     def disarm(self) -> None:
-        """Stop counting, because calls of guest functions by the host must not be preempted."""
+        """Stop counting, so that calls of guest functions by the host are not preempted."""
         self._words.left = self._words.end = 0
         self.stop_outside(None)
 
     def stop_outside(self, within: Callable[[int], bool] | None) -> None:
         """End the next run at the first instruction for which `within` returns False.
 
-        If `within` is None, no instruction ends the run.
+        If `within` is None, remove this condition.
         """
         self._within = within
         self._words.is_bounded = within is not None

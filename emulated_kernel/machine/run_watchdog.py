@@ -17,7 +17,7 @@ _THREAD_CPU_CLOCK = 6
 
 
 LOOK = 0.25
-"""Period in seconds for calls of `is_unwanted` and `is_interrupted` during a run."""
+"""Maximum time in seconds between two calls of `is_unwanted` or `is_interrupted` during a run."""
 HANDLERS_FREE = 0.75
 """Share of the callbacks' time that doesn't count towards the budget.
 
@@ -35,7 +35,7 @@ class HandlerTime:
 
     def __init__(self) -> None:
         self.callbacks: set[CodeType] = set()
-        """Code objects of Unicorn's callbacks. Each callback checks `is_measured` and calls `measure`."""
+        """Code objects of the functions that Unicorn calls. Each calls `measure` if `is_measured` is True."""
         self.is_measured = False
         self.is_continued = False
         """Whether the measurement continues in the next runs."""
@@ -46,14 +46,19 @@ class HandlerTime:
         """CPU time of the thread at the start of the measured callback in progress; 0.0 if there is none."""
 
     def keep_measuring(self) -> None:
-        """Measure the callbacks' CPU time from now on, across runs, until `is_continued` is set to False."""
+        """Begin to measure the callbacks' CPU time; the measurement continues across runs.
+
+        To end it, set `is_continued` to False: then the next end of a run stops the measurement.
+        """
         self.is_continued = True
         self.is_measured = True
         self._start_seconds = self.seconds
 
     @property
     def kept(self) -> float:
-        """Seconds of the callbacks' CPU time since keep_measuring() that do not count towards a budget.
+        """The part of the callbacks' CPU time that does not count towards a budget, in seconds.
+
+        The time is counted from the call of keep_measuring().
 
         The value is 0 while `is_continued` is False.
         """
@@ -103,8 +108,8 @@ class _CallingThread(threading.local):
 class Watchdog:
     """Stops a run after `budget` seconds of CPU time.
 
-    In the second half of the budget, only a part of the callbacks' CPU time counts. Arming costs only two
-    stores: the watchdog's thread wakes by itself, at most once per budget, and then reads the start of the
+    In the second half of the budget, only a part of the callbacks' CPU time counts. Arming does not wake the
+    watchdog's thread during a series of runs: the thread wakes by itself, and then reads the start of the
     current run. If no guest runs, the thread waits without a timeout.
     """
 
@@ -147,13 +152,16 @@ class Watchdog:
         self._sleeps_long = False
         """Whether the thread sleeps until a run's budget ends, and does not call `is_unwanted` before."""
         self.was_unwanted = False
-        """Whether `is_unwanted` stopped the last stopped run, because no caller waits for its result."""
+        """Whether the last run that the watchdog stopped was unwanted: `is_unwanted` returned True.
+
+        A run is unwanted if no caller waits for its result any more.
+        """
         self.was_interrupted = False
-        """Whether `is_interrupted` stopped the last stopped run."""
+        """Whether the watchdog stopped its last stopped run because `is_interrupted` returned True."""
 
     @property
     def budget(self) -> float:
-        """Maximum CPU time in seconds of each further run."""
+        """Maximum CPU time in seconds of each further run for which arm() gets no other budget."""
         return self._budget
 
     @budget.setter
@@ -174,7 +182,9 @@ class Watchdog:
             self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """Begin to measure the time of a run; `budget`, unless None, replaces the usual budget for the run.
+        """Begin to measure the time of a run.
+
+        `budget`: maximum CPU time of this run in seconds; None selects the property `budget`.
 
         Raises: KernelError ENOMEM (the host has no thread; a run without a watchdog isn't allowed).
         """

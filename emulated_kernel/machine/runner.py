@@ -45,8 +45,8 @@ class Runner:
         `tick`: first set the guest's clock to the present; otherwise, its time continues from the last
         reading. `budget` is the run's budget in seconds; None means the machine's budget.
 
-        Raises: HardwareError (called from within a run; the emulator failed), KeyboardInterrupt (by a second
-        SIGINT), Exception (raised by a Python hook).
+        Raises: KernelError EBUSY (a debugger holds the guest), HardwareError (called from within a run; the
+        emulator failed), KeyboardInterrupt (by a second SIGINT), Exception (raised by a Python hook).
         """
         self.check_stopped()
         if tick:
@@ -65,7 +65,9 @@ class Runner:
             self.is_running = False
 
     def run_within(self) -> Trap:
-        """Run the guest from a deferred handler; the CPU time counts for the enclosing run.
+        """Run the guest within a run, for a deferred handler; return the trap that ended the inner run.
+
+        The CPU time of the inner run counts for the outer one.
 
         Raises: HardwareError (the emulator failed), Exception (raised by a Python hook).
         """

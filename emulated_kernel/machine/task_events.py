@@ -8,7 +8,7 @@ Observers = list[Callable[[], None]]
 CallObservers = list[Callable[..., None]]
 """Functions to call at the start of a system call.
 
-They get either no argument, or the arguments of TaskObserver.call_begins().
+They are called without arguments or with `keeps_names`; see TaskObserver.call_begins().
 """
 PidObservers = list[Callable[[int], None]]
 
@@ -20,7 +20,7 @@ class TaskObserver:
     """
 
     def request_begins(self) -> None:
-        """Handle the arrival of a host process's request, before its guest task is looked up."""
+        """Handle the arrival of a host process's request, before the process's guest task is looked up."""
 
     def call_begins(self, *, keeps_names: bool = False) -> None:
         """Handle the start of a system call, before it is passed to the guest.

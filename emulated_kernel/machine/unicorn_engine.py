@@ -58,7 +58,10 @@ ADDRESS_CALLBACK = ctypes.CFUNCTYPE(None)
 """Type of callbacks for HOOK_CODE at a known address. To save time, they take no arguments."""
 
 INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-"""Type of callbacks for rdtsc, which return 1 if they emulated it, and for syscall (result ignored)."""
+"""Type of callbacks for the instructions rdtsc and syscall.
+
+For rdtsc, the callback returns 1 if it has emulated the instruction. For syscall, the result is ignored.
+"""
 IN_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 )
@@ -232,7 +235,7 @@ class Engine(CodeCache):
     def reg_read_raw(self, register: int, value: _Raw) -> _Raw:
         """Return the contents of a register that is a structure.
 
-        `value` selects the register, and is filled.
+        `value`: structure that selects the register; it is filled and returned.
         """
         self._check(self._reg_read(self.handle, register, ctypes.byref(value)), f"uc_reg_read({register})")
         return value
@@ -288,8 +291,9 @@ class Engine(CodeCache):
         """Register a ctypes callback of the kind `kind` (a HOOK constant), and keep the callback alive.
 
         `at`: an address or a range of addresses; None for all addresses. `instruction` is Unicorn's number of
-        an instruction, for HOOK_INSN. `callback` can also be the address of host code. It gets the address
-        `data` as an argument. `keep`: objects that it uses, to keep alive, too.
+        an instruction, for HOOK_INSN. `callback` can also be the address of host code, which gets the address
+        `data` as an argument. `keep`: objects that the callback uses; they are kept alive, too. Return the
+        handle of the hook, for remove_hook().
         """
         self._keep += (callback, *keep)
         hook = ctypes.c_void_p()
@@ -377,7 +381,7 @@ class Engine(CodeCache):
     def stop_between_blocks(self, only: bool) -> None:
         """Select where a requested stop of a run takes effect.
 
-        `only`: only between blocks; False: also after a hook or a memory access.
+        If `only` is True, this is only between blocks, otherwise also after a hook or a memory access.
 
         If `exit_switch` is None, do nothing: runs then also stop after hooks and accesses.
         """
@@ -459,7 +463,9 @@ class Engine(CodeCache):
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT: during a run it is deferred to the end of the operation; a second one ends the run.
+    """Handle SIGINT: a first one during a run takes effect when the operation has ended.
+
+    A second one ends the run.
 
     Most signals arrive while Unicorn runs. Without this handler, KeyboardInterrupt would be raised at the
     entry of the next callback, before its `try`: ctypes would print it, and the guest would lose that trap.

@@ -17,7 +17,7 @@ _KPROBE = "kernel/trace/trace_kprobe.c"
 _HIST = "kernel/trace/trace_events_hist.c"
 _FILTER = "kernel/trace/trace_events_filter.c"
 _FPROBES_OVER_FGRAPH = "fprobe_return()"
-"""Symbol that exists only in kernels whose fprobes use the function graph; see LinuxRule."""
+"""Sign (see LinuxRule) of kernels whose fprobes use the function graph: a function that only they have."""
 
 
 class InterfaceRule(LinuxRule):
@@ -412,7 +412,7 @@ class InterfaceRule(LinuxRule):
 
 @dataclass(frozen=True, eq=False)
 class Interface:
-    """The interface of tracefs, which all parts of one kernel's tracing share.
+    """A version of the interface of tracefs. All parts of a kernel's tracing share one object.
 
     `rule in interface` is True if the kernel has the rule.
     """

@@ -32,7 +32,7 @@ def _page_symbol(page: int) -> Symbol:
 
 
 def _is_no_trampoline(_address: int) -> bool:
-    """Return False for each address, in a kernel that does not run and has no trampolines."""
+    """Return False for every address: a kernel that does not run has no trampolines."""
     return False
 
 
@@ -46,7 +46,7 @@ class KernelSymbols:
         sites: FtraceSites | None,
         generated: Callable[[], Iterable[range]],
     ) -> None:
-        """Store the tables to search.
+        """Create the lookup in `kallsyms` and in the tables of what the host has added to the guest's text.
 
         `hook_sets`: return hooks with their trampolines; None if the kernel does not run. `sites`: fentry
         sites with ftrace's trampoline; None if there are none. `generated` returns the ranges of code that
@@ -87,11 +87,11 @@ class KernelSymbols:
         self._found: dict[int, Location] = {}
 
     def lookup(self, address: int) -> Location | None:
-        """Return the symbol of the function that contains `address`, or None if no function contains it.
+        """Return the function that contains `address`, as symbol and offset; None if no function contains it.
 
         If several symbols have the same address, return the first of them.
-        For generated code, return None; the unwinder itself maps addresses in slots and detours to the probed
-        address.
+        For generated code, return None: the unwinder then maps an address in an insn slot or detour buffer to
+        the probed address, and looks that up.
         """
         found = self._found.get(address) or self._kallsyms.lookup(address)
         if found is None:

@@ -132,7 +132,7 @@ class TraceArrays(TaskObserver):
         return self._instances.get(name)
 
     def past_hists(self) -> Iterator[PastHist]:
-        """Yield a PastHist for each histogram in RemovedHists, and then for each existing histogram."""
+        """Yield a PastHist for each histogram that was removed or cleared, and then for each existing one."""
         yield from self._hists.system.removed
         for tracing in self:
             files = [event.files.get(tracing.array) for event in self._system.events]
@@ -157,7 +157,8 @@ class TraceArrays(TaskObserver):
         """Create an instance with buffers of full size and the top array's options.
 
         `is_limited`: whether the instance counts towards the limit on instances.
-        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit is reached, and `is_limited` is set).
+        Raises: KernelError EEXIST (the instance exists), ENOMEM (no memory for the buffers), ENOSPC (a limit
+        is reached, and `is_limited` is set).
         Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
         self._lock.assert_held()

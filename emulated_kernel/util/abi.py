@@ -128,7 +128,7 @@ class Vector(IntEnum):
     WAKE = 33
     """Call wake_up_process() on the task that the host has put into the CPU's mailbox."""
     WATCHDOG = 34
-    """The run budget is exhausted: the current task is looping."""
+    """The run lasted longer than MachineConfig.run_budget: the current task is looping."""
     RESCHEDULE = 35
     """IPI: the target CPU must run a task with a higher priority."""
     CALL_FUNCTION = 36

@@ -67,7 +67,7 @@ class MachineConfig:
     clock: str = "virtual"
     """Mode of the clock: "virtual" (the same seed gives the same timestamps), "real", or "model".
 
-    With "model", time passes with instructions.
+    With "real", time passes as on the host; with "model", it passes with executed instructions.
     """
     pauses: bool = True
     """Whether pauses between requests count as time for delayed work of kprobes, such as the optimizer's.
@@ -103,7 +103,7 @@ class MachineConfig:
     save_regs: str | None = None
     """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
     return_hook: str | None = None
-    """Shadow stack of return probes: "rethook", "objpool", "instances", "fgraph" or "unified".
+    """Kind of shadow stack for return probes: "rethook", "objpool", "instances", "fgraph" or "unified".
 
     None takes the profile's value.
     """

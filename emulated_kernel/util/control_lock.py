@@ -32,7 +32,7 @@ END = "\0end\0"
 
 
 class _Observation:
-    """Context manager of ControlLock.observing().
+    """Context manager that ControlLock.observing() returns: it holds the lock, even while the lock is lent.
 
     One object serves all threads, because it holds no state.
     """
@@ -213,8 +213,8 @@ class ControlLock:
     def lent(self) -> Iterator[None]:
         """Lend the lock during the `with` block. The calling thread must hold the lock before the block.
 
-        At the end of the block, the calling thread gets the lock back before any thread that is not an
-        observer.
+        At the end of the block, the calling thread gets the lock back before all other threads except
+        observers.
         """
         self.assert_held()
         depth = self._depth

@@ -10,15 +10,15 @@ _LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNO
 
 
 def errno_name(number: int) -> str:
-    """Return Linux's name of the errno `number`, such as "EOPNOTSUPP". Without a name, return its digits."""
+    """Return Linux's name of the errno `number`, such as "EOPNOTSUPP", or its digits if it has no name."""
     return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
 
 
 class KernelError(OSError):
     """Error of a call to the emulated kernel, with its errno.
 
-    Code raises this exception where it finds the error. A process sees only the errno; `message` is for
-    logs and Python callers.
+    The exception is raised where the error is found. A process sees only the errno; `message` is for logs and
+    Python callers.
     """
 
     errno: int

@@ -1,11 +1,11 @@
-"""is_runnable(): tells whether a late task of the host uses a CPU or waits for one."""
+"""is_runnable(): tells whether a process or thread of the host uses a CPU or waits for one."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
 BUSY_INTERVAL = 0.02
-"""Seconds between two checks of a late task, as long as the task runs or waits for a CPU."""
+"""Seconds between two checks whether a task that missed its deadline still runs or waits for a CPU."""
 
 
 def is_runnable(task: str) -> bool:

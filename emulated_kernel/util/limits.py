@@ -24,7 +24,10 @@ class Limit(Enum):
     INSTANCES = "instances"
     """Maximum number of directories in tracing/instances."""
     OPEN_FILES = "open_files"
-    """Maximum number of open files and directories of a mount. Files of machine/ can always be opened."""
+    """Maximum number of open files and directories of all mounts of the kernel together.
+
+    Files of machine/ can always be opened.
+    """
     USER_OPEN_FILES = "user_open_files"
     """Maximum number of open files and directories of a user other than root.
 
@@ -98,7 +101,7 @@ def parse_limit(name: str, text: str, offered: Sequence[Limit] = tuple(Limit)) -
     """Return the limit called `name`, and the value that `text` gives it: a number, or None for `max`.
 
     `offered`: the limits that may be named. Raises: KernelError EINVAL (no such limit, or not a number),
-    ERANGE.
+    ERANGE (the number is too small or too large).
     """
     if name == RECORD_BYTES:
         raise KernelError(errno.EINVAL, f"{name}: the machine has a fixed size; choose smaller buffers")
@@ -134,7 +137,7 @@ class Limits:
     def __init__(self, values: Mapping[Limit, int | None] = MappingProxyType({})) -> None:
         self._values = {**DEFAULTS, **values}
         self.open_files = 0
-        """Number of open files and directories of all mounts, which the mounts keep up to date."""
+        """Number of open files and directories of all mounts; the mounts keep it up to date."""
         self._by_user: Counter[int] = Counter()
         """Uid of a user other than root -> number of the user's open files.
 

@@ -1,4 +1,7 @@
-"""LinuxRule: a rule that some versions of Linux have. Only this file compares versions."""
+"""LinuxRule: a rule of kprobes or tracefs that only some versions of Linux have.
+
+Only this file compares versions.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ class LinuxRule(Enum):
 
         `since` is the first version that has the rule, and `until` the first later version that lacks it, or
         "". Both are among the versions whose sources were compared (5.10, 6.1, 6.12, 7.2 and 7.3) or whose
-        kernels were tested (5.15, 6.8, 6.14 and 6.16 to 7.1). `what` describes the rule, and `source` names
-        the rule's place in a source that has the rule. `sign` is a text that a kernel has if and only if it
-        has the rule, or "". The text is in the kernel's error table or README, or is the name of a function
-        followed by `()`.
+        kernels were tested (5.15, 6.8, 6.14 and 6.16 to 7.1). `what` describes the rule, and `source` names a
+        place in Linux's source code that implements the rule. `sign` is a text that a kernel has if and only
+        if it has the rule, or "". The text is in the kernel's error table or README, or is the name of a
+        function followed by `()`.
         """
         self.since = since
         self.what = what

@@ -26,7 +26,7 @@ _PART = 1 << 20
 MAX_BLOCKED_READERS = 8
 """Maximum number of threads of a BoundedFileReader that may be blocked in slow file systems."""
 PATIENCE = 1.0
-"""Time in seconds for which a client's write may read user-supplied files.
+"""Maximum time in seconds that a client's write may take to read user-supplied files.
 
 The host kernel blocks other writers to the same file during that time.
 """
@@ -133,10 +133,10 @@ class BoundedFileReader:
     def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
         """Return the contents of a regular file, read by a thread; at most `limit` bytes are allowed.
 
-        Wait for the thread until `deadline`, a time of time.monotonic(). If `deadline` is None, wait
-        without a limit.
-        Raises: the errors of read_regular(), and OSError ETIMEDOUT, EBUSY (MAX_BLOCKED_READERS threads are
-        blocked), ENOMEM.
+        Wait for the thread until `deadline`, a time of time.monotonic(). If `deadline` is None, wait without
+        a limit.
+        Raises: the errors of read_regular(), and OSError ETIMEDOUT (not done at the deadline), EBUSY
+        (MAX_BLOCKED_READERS threads are blocked), ENOMEM (no thread or memory is left).
         """
         return self._answer(path, lambda: read_regular(path, limit), deadline)
 

@@ -11,7 +11,7 @@ _SIMILAR = 0.7
 
 
 def similar_names_hint(names: Iterable[str]) -> str:
-    """Return a text that suggests `names`, which resemble an unknown name, for the end of an error message.
+    """Return the end of an error message about an unknown name: a suggestion of the similar names `names`.
 
     Return "" if `names` is empty.
     """

@@ -12,7 +12,7 @@ from emulated_kernel.util.errors import KernelError
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
     """Start a daemon thread, which calls `target` with `arguments`, and return the thread.
 
-    A daemon thread doesn't keep the process alive. Raises: KernelError ENOMEM.
+    A daemon thread doesn't keep the process alive. Raises: KernelError ENOMEM (no thread or memory is left).
     """
     try:
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)

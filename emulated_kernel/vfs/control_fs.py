@@ -69,7 +69,7 @@ class ControlFile(FileDescription):
         self.client = client
         """The process that opened the file."""
         self.inner: OpenFile
-        """The node's open file, which implements reading and writing; GuestCalls.open() sets it."""
+        """Implementation of reads and writes by the file's node in the tree; GuestCalls.open() sets it."""
         self.fd: int | None = None
         """The guest's descriptor for the file.
 
@@ -170,7 +170,11 @@ class ControlFile(FileDescription):
                     wait.gate.wait()
 
     def _check_writer(self, client: Client) -> None:
-        """Raise KernelError EINTR if the process of the write was killed. Lock: not used."""
+        """Check that the writing process was not killed. Raises: KernelError EINTR.
+
+        Before the exception is raised, the guest's system call is ended. Lock: taken if the process was
+        killed.
+        """
         if self.fs.lock.is_dying(get_ident()):
             self.give_up(client, errno.EINTR)
             raise KernelError(errno.EINTR, "the process was killed")
@@ -304,10 +308,10 @@ class PendingWrite:
         self._prepared = prepared
         self._has_begun = False
         self._steps: Steps | None = None
-        """The steps of the current piece, or None before the piece has begun."""
+        """The steps that write the current piece of `data`, or None before the piece has begun."""
         self._chunks = ChunkedWrite(inner, data, offset)
         self.plan: Callable[[], int] | None = None
-        """Function that does the next step of the write for GuestCalls.write().
+        """Function with which GuestCalls.write() does the next step of the write.
 
         It is None before the first step and after the write.
         """
@@ -329,7 +333,7 @@ class PendingWrite:
         """Do the next step of writing the data piece by piece, without a system call in the guest.
 
         After the last step, return the number of bytes written.
-        Raises: YieldLock (more steps follow), KernelError.
+        Raises: YieldLock (more steps follow), errors of the file.
         """
         return self._chunks.step(self._write)
 
@@ -349,8 +353,9 @@ class PendingWrite:
     def step(self) -> int:
         """Do the next step of the write. After the last step, return the number of bytes written.
 
-        Lock: taken. Raises: YieldLock (more steps follow), WouldBlock, KernelError ESTALE (another kernel was
-        booted since the write began), EIO, or an error of the file.
+        Lock: taken. Raises: YieldLock (more steps follow), WouldBlock (the write has to wait for the file),
+        _Gated, KernelError ESTALE (another kernel was booted since the write began), EIO (the mount has
+        ended), or an error of the file.
         """
         file = self.file
         with file.fs.lock:
@@ -369,10 +374,10 @@ class PendingWrite:
     def _write(self, piece: Piece, offset: int) -> int:
         """Do the next step of writing `piece`. After the last step, return the number of bytes taken.
 
-        `offset`: file offset of the piece. After the last step, or if the step raises KernelError, report
-        the piece to the watcher.
+        `offset`: file offset of the piece. After the last step, or if the step raises KernelError, report the
+        piece to the watcher.
         Hazard: read the watcher before the step, because the step may boot another kernel.
-        Raises: YieldLock (more steps follow), KernelError.
+        Raises: YieldLock (more steps follow), errors of the file.
         """
         file = self.file
         watcher = file.fs.watcher
@@ -406,8 +411,8 @@ def _settled(watcher: ChangeWatcher) -> Iterator[None]:
 class GuestCalls:
     """Repeats clients' system calls on control files in the guest. This base class repeats no calls.
 
-    ControlFs takes the control lock before it calls a method, unless the method's docstring says "Lock:
-    leaves". Control files work even if the guest refuses a call or cannot make it. The methods raise only
+    ControlFs takes the control lock before it calls a method, unless the method's docstring says "Lock: not
+    used". Control files work even if the guest refuses a call or cannot make it. The methods raise only
     WouldBlock and YieldLock, in addition to the errors of the file itself.
     Each subclass decides for each method whether the method begins a request, which advances the guest's
     clock.
@@ -480,7 +485,7 @@ class GuestCalls:
         """Repeat in the guest the client's change of its working directory to `path`."""
 
     def open(self, client: Client, file: ControlFile) -> None:
-        """Open the node's file and store it in `file.inner`.
+        """Open the node at the path of `file`, and store the node's open file in `file.inner`.
 
         If the guest opens the file too, set `file.fd` to the guest's descriptor, and `file.number` to the
         number of the client's descriptor.
@@ -492,7 +497,7 @@ class GuestCalls:
         """Open `files` in the guest, because probes could notice the guest's calls from now on."""
 
     def opendir(self, client: Client, directory: ControlDirectory) -> None:
-        """Open a directory in the guest; set its `fd` and `number` as open() does for a file."""
+        """Open `directory` in the guest; set its attributes `fd` and `number` as open() does for a file."""
 
     def listed(self, client: Client, directory: ControlDirectory) -> None:
         """Repeat the client's getdents64(2) in the guest."""
@@ -506,7 +511,7 @@ class GuestCalls:
             return file.inner.read_step(size, offset)
 
     def read_page(self, client: Client, file: ControlFile, size: int) -> bytes:
-        """Read a page from `file.inner`, in a context that request() returns."""
+        """Return the next page of `size` bytes of `file.inner`, in a context that request() returns."""
         with self.request(client):
             return file.inner.read_page(size)
 
@@ -562,7 +567,11 @@ class ControlFs(FileSystem):
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
     ) -> None:
-        """Create a file system that shows `tree`. `calls` repeats clients' calls in the guest."""
+        """Create a file system that shows `tree`.
+
+        `lock`: the kernel's control lock; None: a new lock. `calls` repeats clients' calls in the guest;
+        None: calls are not repeated.
+        """
         super().__init__(lock)
         self._show(tree, calls or GuestCalls())
         self.watcher: ChangeWatcher | None = None
@@ -701,7 +710,7 @@ class ControlFs(FileSystem):
         return file
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
-        """Refuse to create a file. Raises: KernelError EACCES, EEXIST."""
+        """Refuse to create a file. Raises: KernelError EEXIST (`path` exists), EACCES (otherwise)."""
         del client, mode, flags
         with self.lock:
             return self.tree.create(path)
@@ -767,12 +776,12 @@ class ControlFs(FileSystem):
             self.tree.rename(client, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
-        """Refuse to create a hard link. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a hard link. Raises: KernelError EEXIST (`new` exists), EPERM (otherwise)."""
         with self.lock:
             self.tree.link(client, old, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """Refuse to create a symbolic link. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a symbolic link. Raises: KernelError EEXIST (`path` exists), EPERM (otherwise)."""
         with self.lock:
             self.tree.symlink(client, path, target)
 
@@ -780,7 +789,7 @@ class ControlFs(FileSystem):
         """Refuse to create a file, after the guest repeated the client's call.
 
         A call for a device is not repeated, because the guest would create the device.
-        Raises: KernelError EPERM, EEXIST, EACCES (a regular file).
+        Raises: KernelError EEXIST (`path` exists), EACCES (a regular file), EPERM (another type).
         """
         with self.lock:
             # Hazard: the guest would create a device.

@@ -46,8 +46,9 @@ class FileSystem(ABC):
     guest: object | None = None
     """The guest that owns the files, or None if the files are control files.
 
-    The guest itself refuses rename(2) and link(2) between two of the guest's file systems. Between any
-    other two file systems, the mount refuses both calls with EXDEV.
+    The guest itself refuses rename(2) and link(2) between two of the guest's file systems. Between any other
+    two file systems, the mount refuses both calls: with EROFS if one of the two is read-only, otherwise with
+    EXDEV.
     """
     is_read_only = False
     """Whether every operation that would change the file system fails with EROFS."""
@@ -68,7 +69,7 @@ class FileSystem(ABC):
         A method that opens a file adds the file's description.
         """
         self.on_names_end: Callable[[str | None], object] | None = None
-        """Function to call when front ends must look up again names for which name_lasts() was True.
+        """Function to call when front ends must look names up again, although name_lasts() was True.
 
         The caller holds the lock. The argument is the last part of the paths of removed directories, such as
         GROUP/EVENT. It is "" if any name may be gone. It is None if no name may be used without a lookup any
@@ -96,20 +97,20 @@ class FileSystem(ABC):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() needs its client now, so that the guest can repeat the client's call.
+        """Whether getattr() needs its argument `client` now, because the guest may repeat the client's call.
 
         Lock: not used.
         """
         return False
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return `client` with the facts about its process that a request needs. Lock: not used.
+        """Return `client` with the facts about its process that a request needs. Lock: may be taken.
 
         `opened`: the path of the file that an open(2) opens; "" if the request is the lookup of a path that
         exists; None for any other request.
 
-        The mount calls this method before each request. The method can take 0.2 s if the process's memory
-        cannot be read at once.
+        Facts are the process's system call, name and memory map. The mount calls this method before each
+        request. The method can take 0.2 s if the process's memory cannot be read at once.
         """
         return client
 
@@ -145,7 +146,8 @@ class FileSystem(ABC):
         """Open a file with the flags of a system call, including O_TRUNC. Lock: taken. Begins a request.
 
         The implementation adds the description to `opened`.
-        Raises: KernelError EISDIR, EACCES, and the errors of getattr().
+        Raises: KernelError EISDIR, EACCES (O_CREAT with a new name where clients cannot create files), and
+        the errors of getattr().
         """
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> FileDescription:
@@ -174,44 +176,47 @@ class FileSystem(ABC):
     # Changes. Lock: taken. Each method may begin a request.
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """Create a directory. Raises: KernelError EPERM, EEXIST."""
+        """Create a directory. Raises: KernelError EPERM (not supported), EEXIST."""
         raise self._refused(errno.EPERM, path)
 
     def rmdir(self, client: Client, path: str) -> None:
         """Remove a directory. The paths of open directories at and below `path` become GONE.
 
-        Raises: KernelError EPERM, EBUSY.
+        Raises: KernelError EPERM (not supported), EBUSY (the directory or its kernel object is in use).
         """
         raise self._refused(errno.EPERM, path)
 
     def unlink(self, client: Client, path: str) -> None:
-        """Remove a name of a file. Raises: KernelError EPERM."""
+        """Remove a name of a file. Raises: KernelError EPERM (not supported)."""
         raise self._refused(errno.EPERM, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """Rename a file or directory, and change the paths of open directories at and below `old`.
 
-        Raises: KernelError EPERM, EXDEV (the paths are in two file systems of a guest).
+        Raises: KernelError EPERM (not supported), EXDEV (the paths are in two file systems of a guest).
         """
         raise self._refused(errno.EPERM, old)
 
     def link(self, client: Client, old: str, new: str) -> None:
         """Create a hard link `new` to the file `old`.
 
-        Raises: KernelError EPERM, EXDEV (the paths are in two file systems of a guest).
+        Raises: KernelError EPERM (not supported), EXDEV (the paths are in two file systems of a guest).
         """
         raise self._refused(errno.EPERM, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """Create a symbolic link at `path` to `target`. Raises: KernelError EPERM."""
+        """Create a symbolic link at `path` to `target`. Raises: KernelError EPERM (not supported)."""
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file. Raises: KernelError EPERM (always for a device)."""
+        """Create a FIFO, a socket or an empty file.
+
+        Raises: KernelError EPERM (not supported; always for a device).
+        """
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of the file at `path`. Raises: KernelError EINVAL.
+        """Set the size of the file at `path`. Raises: KernelError EINVAL (not supported, or a negative size).
 
         This method is not called for O_TRUNC, which open() handles.
         """
@@ -220,18 +225,21 @@ class FileSystem(ABC):
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """Set the permission bits of a file, after the front end has checked the client's permission.
 
-        Raises: KernelError EPERM.
+        Raises: KernelError EPERM (not supported).
         """
         raise self._refused(errno.EPERM, path)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
-        """Set user and group of a file; -1 leaves either unchanged. Raises: KernelError EPERM."""
+        """Set user and group of a file; -1 leaves either unchanged.
+
+        Raises: KernelError EPERM (not supported).
+        """
         raise self._refused(errno.EPERM, path)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of a file, in nanoseconds since the epoch; None leaves a time unchanged.
 
-        Raises: KernelError EPERM.
+        Raises: KernelError EPERM (not supported).
         """
         raise self._refused(errno.EPERM, path)
 
@@ -330,7 +338,7 @@ class FileDescription:
 
     @property
     def stream(self) -> bool:
-        """Whether lseek(2) fails with ESPIPE. Lock: not used."""
+        """Whether the file is a stream, on which lseek(2) fails with ESPIPE. Lock: not used."""
         return False
 
     @property
@@ -382,7 +390,8 @@ class FileDescription:
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Return at most `size` bytes, or b"" at the end of the file. Lock: taken. May begin a request.
 
-        Raises: KernelError EINVAL, WouldBlock (no data yet: call wait() and read again, or call give_up()).
+        Raises: KernelError EINVAL (the file cannot be read), WouldBlock (no data yet: call wait() and read
+        again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
@@ -397,12 +406,13 @@ class FileDescription:
         """Write `data` at `offset`, and return the number of bytes written, which may be fewer than given.
 
         Lock: taken in pieces. The file may process the data in pieces; each of them may begin a request.
-        Raises: KernelError EINVAL, WouldBlock (not ready: call wait() and write again, or call give_up()).
+        Raises: KernelError EINVAL (the file cannot be written), WouldBlock (not ready: call wait() and write
+        again, or call give_up()).
         """
         raise KernelError(errno.EINVAL, self.path)
 
     def poll(self, notify: Callable[[], None] | None) -> int:
-        """Return the mask of ready poll events. Lock: may be taken.
+        """Return the mask of the poll events for which the file is ready. Lock: may be taken.
 
         `notify`: called once when the mask changes; None: no client waits for a change.
         """
@@ -429,7 +439,7 @@ class FileDescription:
         raise KernelError(errno.EINVAL, self.path)
 
     def ftruncate(self, client: Client, size: int) -> None:
-        """Set the size of the file. Lock: taken. Raises: KernelError EINVAL."""
+        """Set the size of the file. Lock: taken. Raises: KernelError EINVAL (not supported)."""
         raise KernelError(errno.EINVAL, self.path)
 
     def set_status_flags(self, flags: int) -> None:
@@ -438,7 +448,7 @@ class FileDescription:
     def release(self) -> None:
         """Release the description, because its last descriptor was closed. Lock: may be taken.
 
-        The request has no client.
+        The front end does not know which client closed the file.
         """
         self.fs.opened.pop(self, None)
 

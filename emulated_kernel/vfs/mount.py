@@ -33,8 +33,8 @@ _CACHE_SIZE = 500
 class Mount:
     """All requests that a front end can make on one mounted tree of files, from any thread.
 
-    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno. The
-    methods with names of methods of FileSystem and FileDescription are documented there.
+    Paths are absolute and start at the mount's root. All methods raise KernelError with Linux's errno.
+    Methods of FileSystem and FileDescription document the methods of the same names.
 
     A program opens a file with open(client, path, flags) or create(client, path, mode, flags), which return a
     handle for read(client, handle, size, offset) and write(client, handle, data, offset). release(handle)
@@ -55,8 +55,9 @@ class Mount:
 
         The prefix "/" is required. A prefix may be the path of a single file.
 
-        `limits` contains the maximum number of open files. Two simultaneous opens may exceed the number by
-        one. `lasting`: directories in the root that exist as long as the mount, whichever kernel it shows.
+        `limits` contains the maximum number of open files; None: no maximum. Two simultaneous opens may
+        exceed the number by one. `lasting`: directories in the root that exist as long as the mount,
+        whichever kernel it shows.
         """
         self.has_native_traps = False
         """Whether a hit whose handlers are guest code is handled without Python.
@@ -136,7 +137,7 @@ class Mount:
 
         When file systems have called FileSystem.on_names_end, the thread that held the lock calls `action`
         once. It does so after it has released the lock, and before its request ends. The argument of `action`
-        is a list of the arguments of all these calls.
+        is a list of the arguments that on_names_end got in these calls.
         """
         lock = self.lock
         ends: list[str | None] = []
@@ -231,7 +232,8 @@ class Mount:
     def rename(self, client: Client, old: str, new: str) -> None:
         """Rename a file or directory; see FileSystem.rename.
 
-        Raises: KernelError EXDEV, EROFS (`new` is in another file system).
+        Raises, if `new` is in another file system: KernelError EROFS (one of the two is read-only), otherwise
+        EXDEV.
         """
         fs = self._across(old, new)
         fs.rename(fs.informed(client), old, new)
@@ -239,7 +241,8 @@ class Mount:
     def link(self, client: Client, old: str, new: str) -> None:
         """Give a file an additional name; see FileSystem.link.
 
-        Raises: KernelError EXDEV, EROFS (`new` is in another file system).
+        Raises, if `new` is in another file system: KernelError EROFS (one of the two is read-only), otherwise
+        EXDEV.
         """
         fs = self._across(old, new)
         fs.link(fs.informed(client), old, new)
@@ -247,7 +250,8 @@ class Mount:
     def _across(self, old: str, new: str) -> FileSystem:
         """Return the file system that serves a call with two paths.
 
-        Raises: KernelError EXDEV, EROFS (the paths are in two file systems, and no guest serves both).
+        Raises, for paths in two file systems: KernelError EROFS (one of the two is read-only), EXDEV (no
+        guest serves both).
         """
         source = self.filesystem_at(old)
         target = self.filesystem_at(new)
@@ -349,7 +353,10 @@ class Mount:
         return handle
 
     def _opened(self, handle: int) -> FileDescription:
-        """Return the usable description of a handle. Raises: KernelError EBADF, ESTALE, EIO."""
+        """Return the usable description of a handle.
+
+        Raises: KernelError EBADF (no such handle), ESTALE, EIO (see FileDescription.error).
+        """
         try:
             opened = self._handles[handle]
         except KeyError:
@@ -384,15 +391,15 @@ class Mount:
         return directory.entries[start:]
 
     def is_stream(self, handle: int) -> bool:
-        """Return True if lseek(2) on the handle must fail with ESPIPE."""
+        """Return True if lseek(2) on the open file `handle` must fail with ESPIPE."""
         return self._opened(handle).stream
 
     def reads_host(self, handle: int) -> bool:
-        """Return True if a write to the handle reads files of the host, which can take long."""
+        """Return True if a write to the open file `handle` reads files of the host, which can take long."""
         return self._opened(handle).reads_host
 
     def writes_at_once(self, handle: int) -> bool:
-        """Return True if write() to the handle reads no host file, and accepts a memoryview as `data`."""
+        """Return True if write() to the open file `handle` reads no host file, and accepts a memoryview."""
         return self._opened(handle).writes_at_once
 
     def set_status_flags(self, handle: int, flags: int) -> None:
@@ -437,9 +444,9 @@ class Mount:
         self._opened(handle).give_up(client, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
-        """Return the ready events of the open file `handle`; see FileDescription.poll.
+        """Return the mask of the poll events for which the open file `handle` is ready.
 
-        A reboot also calls `notify`.
+        A reboot also calls `notify`. See FileDescription.poll.
         """
         opened = self._opened(handle)
         if notify is not None:
@@ -536,7 +543,7 @@ class Mount:
 
     @property
     def is_debugged(self) -> bool:
-        """Whether a debugger holds the guest. Lock: not used."""
+        """Whether a debugger has stopped the guest and not resumed it yet. Lock: not used."""
         return self._root.lock.is_lent
 
     def is_dead(self) -> bool:

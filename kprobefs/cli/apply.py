@@ -1,4 +1,4 @@
-"""`kprobefs apply` and `kprobefs save`: select the mount, and read or write definitions."""
+"""`kprobefs apply` and `kprobefs save`: select a mount, and apply or print definitions of its probes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_WIDTH = 1024
 
 
 def which_mount(named: str | None) -> str:
-    """Return the directory of the mount that `named` or $KPROBEFS selects, else of the only mount.
+    """Return the directory of the mount `named`; None: of the one in $KPROBEFS, or else the only one.
 
     Raises: CliError (there is no mount, the mount does not answer, or none is selected and there are
     several).
@@ -48,7 +48,8 @@ def which_mount(named: str | None) -> str:
 def apply(directory: str, files: Sequence[str]) -> list[str]:
     """Apply `files` of definitions to a mount; if `files` is empty, apply those in the probes.d directories.
 
-    Return a message for each line and each file that failed, escaped for a terminal.
+    Return a message for each line and each file that failed, escaped for a terminal. The file name - stands
+    for standard input.
     """
     chosen = files or [str(file) for file in dropins.files()]
     if not chosen:
@@ -92,7 +93,7 @@ def _first(file: str, failed: list[str]) -> list[str]:
 
 
 def _number(file: str, failed: list[str]) -> list[str]:
-    """Return a list with one message, the number of failures in a file, or [] if none of its lines failed.
+    """Return a list with one message that tells how many lines of a file failed, or [] if none failed.
 
     The message contains no text of the file, because not all users may read it.
     """
@@ -123,7 +124,7 @@ def saved(directory: str) -> bytes:
 
 
 def _default_maxactive(machine: Path) -> int:
-    """Return the maxactive that a distribution's kernel with one CPU chooses by default.
+    """Return the default maxactive of return probes in a mount's kernel: a distribution's, with one CPU.
 
     `machine`: directory machine/ of the mount.
     """

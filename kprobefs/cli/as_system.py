@@ -24,9 +24,9 @@ MS_BIND = 0x1000
 MS_MOVE = 0x2000
 MS_REMOUNT = 0x20
 LOCKED_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
-"""Flags of a mount that a user namespace may not clear, so that a remount must keep them.
+"""Flags of a mount that a user namespace may not clear; a remount must keep those that are set.
 
-The flags of mount(2) have the same values.
+They are flags of statvfs(3). The corresponding flags of mount(2) have the same values.
 """
 OPEN_TREE = 428
 MOVE_MOUNT = 429
@@ -41,7 +41,10 @@ PLACES = {"tracefs": TRACING, "debugfs": DEBUG}
 MOUNTS = "/proc/mounts"
 """Path of the table of mounts, a symbolic link to self/mounts."""
 PRISTINE_PROC = ".proc"
-"""Name of a directory, hidden below /sys/kernel/debug, with a /proc that no mount covers."""
+"""Name of a directory, hidden below /sys/kernel/debug, with a /proc that no mount covers.
+
+_keep_pristine_proc() says what it is for.
+"""
 FILES = {
     "/proc/kallsyms": "machine/kallsyms",
     "/proc/modules": "machine/modules",
@@ -51,11 +54,11 @@ KERNEL_SETTINGS = (
     *("sysfs", "configfs", "securityfs", "efivarfs", "pstore", "bpf", "binfmt_misc", "selinuxfs", "smackfs"),
     *("fusectl", "resctrl", "nfsd"),
 )
-"""Types of the file systems that become read-only, because their files control the host's kernel."""
+"""Types of file systems that the command can only read, because their files control the host's kernel."""
 WRITE_BITS = 0o222
 SYSCTL = "/proc/sys"
 SWITCHES = ("kernel/stack_tracer_enabled", "kernel/ftrace_enabled", "debug/kprobes-optimization")
-"""Paths, relative to /proc/sys, of the host's switches that files of the mount cover."""
+"""Paths, relative to /proc/sys, of the switches over which files of kprobefs's mount are mounted."""
 HOST_SWITCHES = (
     *SWITCHES,
     "kernel/ftrace_dump_on_oops",
@@ -65,11 +68,11 @@ HOST_SWITCHES = (
 )
 """Paths, relative to /proc/sys, of switches of the host that tracing programs set.
 
-Among them is kptr_restrict, which trace-cmd sets. If the mount lacks one of the switches, a file with the
-same content is mounted over it, so that writes do not reach the host.
+Among them is kptr_restrict, which trace-cmd sets. If the mount lacks one of them, a copy of the host's file
+is mounted over that file, so that writes do not reach the host.
 """
 HOST = ".host"
-"""Name of the directory, in a replaced directory of /proc/sys, that shows the host's files.
+"""Name of a subdirectory with the host's files, in each directory of /proc/sys that is replaced.
 
 A directory is replaced if it must contain a switch that the host's kernel lacks.
 """
@@ -83,7 +86,7 @@ class System:
 
         `real_root`: the command keeps the rights of this process, with which it can reach the host's tracefs.
         If False, it gets a user namespace of its own, in which it cannot.
-        Raises: CliError.
+        Raises: CliError (the kernel refuses a mount or a namespace).
         """
         self.environment: dict[str, str] = {}
         """Name -> value of the variables that are added to the command's environment."""
@@ -108,7 +111,7 @@ class System:
         self._namespace.enter()
 
     def close(self) -> None:
-        """Release the resources that the command needed, so that the helper process ends."""
+        """Disconnect from the helper process, which ends after the command's last process."""
         self._namespace.close()
 
 
@@ -119,8 +122,8 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     `real_root`: the user is root, and the command keeps root's rights. Then the open files and the working
     directory are not checked; if False, they are.
-    Raises: CliError (also if an open file of this process would give the command access to the host's
-    tracefs).
+    Raises: CliError (`real_root` and the user is not root, the kernel refuses a namespace or mount, or an
+    open file or directory would give access to the host's files).
     """
     uid = os.geteuid()
     gid = os.getegid()
@@ -236,8 +239,8 @@ def _tree_of_host(fstype: str, work: Path) -> int | None:
     """Return a detached mount of a directory of the host's tracefs or debugfs; None if it can't be mounted.
 
     The directory is an empty one in the root of the file system, or the root if it has no empty directory.
-    The caller covers this mount with kprobefs's own mount, so that each table of mounts has a line for it.
-    The user namespace locks both mounts.
+    The caller covers this mount with kprobefs's own mount. The covered mount gives each table of mounts a
+    line of type `fstype`. The user namespace locks both mounts.
     `fstype`: tracefs or debugfs. `work`: directory for a temporary mount.
     """
     mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
@@ -363,9 +366,9 @@ def _make_read_only(place: str) -> None:
 def _keep_pristine_proc(*, real_root: bool) -> None:
     """Keep a mount of /proc that no other mount covers, at a path that programs do not see.
 
-    Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace. The mount is
+    Without such a mount, the kernel refuses `unshare --mount-proc` in a user namespace.
+    `real_root`: the command keeps this process's rights, and enters no user namespace. If False, the mount is
     read-only, so user namespaces can mount only a read-only /proc.
-    `real_root`: whether the command keeps this process's rights, and enters no user namespace.
     """
     _mount("tmpfs", DEBUG, 0, "tmpfs")
     place = f"{DEBUG}/{PRISTINE_PROC}"
@@ -439,7 +442,7 @@ def _pretend_type(work: Path) -> dict[str, str]:
 
     The library shows the program another /proc/mounts, and lets calls that copy from text files fail as on
     Linux's tracefs. Return the environment variables that make programs load the library. Without a C
-    compiler the result is empty.
+    compiler, or if it fails, the result is empty.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

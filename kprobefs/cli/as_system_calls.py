@@ -92,7 +92,7 @@ class CallAnswerer:
     def _result(self, waiting: _Waiting) -> int | None:
         """Return the result of a call, 0 or an errno; None if the kernel must execute the call.
 
-        Raises: OSError.
+        Raises: OSError (the arguments or the files of the call cannot be read).
         """
         if waiting.call.kind is Kind.COPY:
             return self._copying(waiting)

@@ -58,11 +58,14 @@ class StatfsLayout:
 
 @dataclass(frozen=True)
 class Call:
-    """A system call that waits for an answer."""
+    """An intercepted system call of one ABI: its kind, and how its arguments and its result are laid out."""
 
     kind: Kind
     file: int = 0
-    """Index of the argument with the path or the descriptor of the call's file."""
+    """Index of the argument that names the file: a path or a descriptor.
+
+    For a call that copies, it is the descriptor of the source.
+    """
     layout: StatfsLayout | None = None
 
 
@@ -90,7 +93,10 @@ class Machine:
     """
 
     def call(self, arch: int, number: int) -> Call:
-        """Return the intercepted call that has the number `number` in the ABI with the value `arch`."""
+        """Return the intercepted call with the number `number`.
+
+        `arch`: AUDIT_ARCH_* of the ABI to which the number belongs.
+        """
         return next(abi.calls[number] for abi in self.abis if abi.arch == arch)
 
 

@@ -107,6 +107,8 @@ class Credentials:
     def may_inspect(self, other: Credentials) -> bool:
         """Return True if the process may certainly follow the links in the /proc/PID of the process `other`.
 
+        Return False if it may not, or if this is uncertain.
+
         Mirrors: kernel/ptrace.c:__ptrace_may_access (v6.1), with PTRACE_MODE_READ_FSCREDS.
         """
         if self.identity == other.identity:
@@ -304,7 +306,7 @@ class Lookup:
         self._set_effective(self._permitted)
 
     def _set_effective(self, capabilities: int) -> None:
-        """Make those of `capabilities` that are permitted the effective capabilities of this thread."""
+        """Set this thread's effective capabilities to those of `capabilities` that are permitted."""
         permitted = self._permitted
         effective = capabilities & permitted
         header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)

@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CommandNamespace:
-    """The namespaces and the seccomp filter that a command enters between fork and exec."""
+    """The namespaces that a command enters between fork and exec, and the seccomp filter that it installs."""
 
     def __init__(self, answerer: CallAnswerer | None, *, own_user: bool) -> None:
         """Start the helper process, and test enter() in a child process, which then ends.

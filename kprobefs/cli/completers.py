@@ -76,8 +76,8 @@ def functions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
 def probes(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the completions of `prefix`, the beginning of a probe of `kprobefs trace`.
 
-    If `prefix` has no colon, they are p:, r: and t:. After t: come names of events, and otherwise names of
-    functions. Both are those of the built-in kernel that option --arch of `parsed_args` selects.
+    If `prefix` has no colon, the completions are p:, r: and t:. After t: come names of events, and otherwise
+    names of functions. Both are those of the built-in kernel that option --arch of `parsed_args` selects.
     """
     head, colon, place = prefix.partition(":")
     if not colon:

@@ -65,9 +65,10 @@ class MountStatus:
 
 
 def states(directory: str | None = None) -> list[MountStatus]:
-    """Return the status of all mounts of kprobefs, or of the mount on `directory`, within two seconds.
+    """Return the status of the mount on `directory`; None: of all mounts of kprobefs.
 
-    Mounts whose daemons do not answer are included. A mount that ends in the meantime is left out.
+    This takes at most two seconds. Mounts whose daemons do not answer are included. A mount that ends in the
+    meantime is left out.
     """
     directories: dict[str, str] = {}
     for point in mountpoints.our_mounts():

@@ -1,4 +1,4 @@
-"""A hint at the end of `run` and `trace`, if the shown durations are those of the virtual clock."""
+"""A hint at the end of `run` and `trace`: that the shown durations are those of the virtual clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTING_CLOCK = "model"
 """Name of the clock that counts instructions, as `--clock` names it."""
 SLOW_PATCHING = "--graph: the kernel patches all its functions, which takes long with the model clock"
 FEWEST = 10
-"""Minimum number of durations that a histogram must contain for a hint."""
+"""Minimum number of durations in a histogram for which a hint is printed."""
 HINT = (
     "the durations {where} count readings of the virtual clock, which advances with readings and not with "
     "the work done; use --clock model or real"
@@ -37,7 +37,7 @@ def follows_virtual_clock(directory: str) -> bool:
 
 
 def patches_slowly(directory: str) -> bool:
-    """Return True if the kernel of the mount at `directory` takes long to begin and end a call graph.
+    """Return True if the kernel at `directory` takes long to start and stop recording a call graph.
 
     This is so if the kernel patches its functions itself while each instruction is counted.
     """
@@ -46,7 +46,7 @@ def patches_slowly(directory: str) -> bool:
 
 
 def virtual_durations(past: Past) -> Iterator[str]:
-    """Yield one hint if a histogram in `past` may have durations of the virtual clock.
+    """Yield one hint if a histogram in the history `past` may have durations of the virtual clock.
 
     That is so if two conditions hold. A histogram trigger of an event that is not synthetic uses
     `common_timestamp`, and a histogram of a synthetic event has at least FEWEST hits.

@@ -26,9 +26,9 @@ _STAMP = lazy_pattern(r"^(?:<\d+>)?\[ *[0-9.]+\] ")
 
 
 def ended_hint(directory: str) -> str:
-    """Return a hint if the mount at `directory` has lost its kernel; "" if it has not.
+    """Return a hint if the kernel of the mount at `directory` has panicked, or the mount is gone; else "".
 
-    If the kernel has panicked, the hint has the reason from machine/dmesg.
+    The hint about a panic has the reason from machine/dmesg.
     """
     try:
         state = os.readlink(Path(directory, STATE_LINK))
@@ -52,15 +52,15 @@ def _reason(lines: Sequence[str]) -> str:
 
 
 def last_logged_line(directory: str) -> str:
-    """Return the last line of _logged_lines(), or "". Raises: OSError."""
+    """Return the last of the lines that _logged_lines() returns; "" if there is none. Raises: OSError."""
     return next(reversed(_logged_lines(directory)), "")
 
 
 def _logged_lines(directory: str) -> list[str]:
     """Return the lines of machine/dmesg that are not blank, without their levels and times.
 
-    The kernel's message that all probes are disarmed is left out, because disarm() causes it. Raises:
-    OSError.
+    The kernel's message that all probes are disarmed is left out, because nothing_hint.disarm() causes it.
+    Raises: OSError.
     """
     text = (control_root(directory) / "machine" / "dmesg").read_text(errors="replace")
     lines = (line for line in text.splitlines() if line.strip() and DISARMED not in line)

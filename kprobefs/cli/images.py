@@ -36,7 +36,7 @@ class Image:
     boot_seconds: float | None
     """CPU time in seconds that the boot took."""
     kept: str | None
-    """Text about the content of the snapshot, such as "tables"; None if there is no snapshot."""
+    """Text about what the snapshot contains, such as "tables"; None if there is none or it is damaged."""
 
 
 def images() -> Iterator[Image]:

@@ -25,8 +25,9 @@ USER_UNITS = ("user/kprobefs.service",)
 def install(root: str, *, user: bool) -> list[str]:
     """Write the units below `root`, and reload the running service manager if `root` is /.
 
-    Return messages about the changes, and about commands that enable the service. Raises: CliError, OSError.
-    `user`: write the units for a user's service manager instead of the system's.
+    Return messages about the changes, and about commands that enable the service. Raises: CliError (the
+    directory is not writable, or the unit files are missing), OSError (a file cannot be written). `user`:
+    write the units for a user's service manager instead of the system's.
     """
     is_here = root == "/"
     if user and not is_here:
@@ -69,7 +70,10 @@ def _check_writable(directory: Path) -> None:
 
 
 def _units() -> Path:
-    """Return the directory of the unit files: in the package or, in a checkout, next to the package."""
+    """Return the directory of the unit files: in the package or, in a checkout, next to the package.
+
+    Raises: CliError (there are no unit files).
+    """
     package = Path(str(resources.files("kprobefs")))
     for directory in (package / "systemd", package.parent / "systemd"):
         if (directory / SYSTEM_UNITS[0]).exists():

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
     """Run the program and return its exit status.
 
     `arguments`: words of the command line after the name of the program; None: those of this process.
-    `build`: builder of the served kernel; None: the options select it.
+    `build`: function that builds the served kernel; None: the options select one.
     """
     try:
         _open_standard_streams()
@@ -86,7 +86,7 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
 
 
 def _is_of_mount_fuse(words: Sequence[str]) -> bool:
-    """Return True if mount.fuse(8) has called the program, which happens if /sbin has no helper of kprobefs.
+    """Return True if mount.fuse(8) has called the program, which it does if /sbin lacks mount.fuse.kprobefs.
 
     Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with (no)dev and (no)suid.
     """
@@ -659,9 +659,9 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 
 def _cpu(name: str | None) -> str | None:
-    """Return the name of a CPU for the daemon.
+    """Return the value of --cpu for the daemon: `name`, made absolute if it is the path of a file.
 
-    A path becomes absolute, because the daemon may have another working directory.
+    The daemon may have another working directory. None stays None.
     """
     if name is None or not os.path.exists(name):
         return name
@@ -672,7 +672,7 @@ def _cpu(name: str | None) -> str | None:
 
 
 def _builder(options: MountOptions) -> Builder:
-    """Return the builder of the served kernel.
+    """Return the function that builds the served kernel.
 
     If it is a distribution's kernel whose boot is not cached, boot it first.
     """
@@ -683,7 +683,7 @@ def _builder(options: MountOptions) -> Builder:
 
 
 def _builder_for_run(options: MountOptions) -> Builder:
-    """Return the builder of the served kernel, for the command `run`.
+    """Return the function that builds the served kernel, for the command `run`.
 
     Raises: CliError with the exit status of `run` (the kernel cannot be used).
     """

@@ -42,9 +42,9 @@ _FAILURES = re.compile(r"=+ (?:FAILURES|ERRORS) =+")
 _FAILED_TEST = re.compile(r"_+ (?!_)(.+?) _+")
 """Pattern for the first line of a failed test's report; its group is the name of the test."""
 _REASON = re.compile(r"E( {3,}.*)")
-"""Pattern for a line of a failed test's report that shows the exception; its group is the shown part."""
+"""Pattern for a line of a failed test's report that shows the exception; its group is the text after "E"."""
 _REFUSALS = re.compile(r"-+ kprobefs -+")
-"""Pattern for the line of a failed test's report before the kernel's refusals."""
+"""Pattern for the line of a failed test's report before the hints about requests that the kernel refused."""
 COLUMNS = 80
 """Maximum length in characters of a row of the table."""
 MIN_SHOWN = 20
@@ -74,7 +74,7 @@ _NO_TEST_RAN = re.compile(
 MOUNT = re.compile(r"/[^\s'\":]*/kprobefs-[a-z0-9_]{8}/mnt")
 """Pattern for the path of a mount that `run` has made."""
 _NAME = re.compile(r"\b[^\W\d]\w*")
-"""Pattern for a name in a hint."""
+"""Pattern for a name in a hint; _without_numbers() replaces the digits in it."""
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -99,8 +99,8 @@ class Result:
     status: int
     """Exit status of `kprobefs run`: that of the command, or RUN_FAILED if the kernel could not be mounted.
 
-    INTERRUPTED if a signal has kept the run from beginning or has cut it short, also if the command has
-    handled the signal.
+    The status is INTERRUPTED if a signal prevented the run or cut it short, even if the command handled the
+    signal.
     """
     seconds: float
     log: Path
@@ -121,8 +121,8 @@ class Result:
     def verdict(self) -> str:
         """Result in one word: passed, failed, skipped, stopped (by a signal), or error (the mount failed).
 
-        A run that is neither stopped nor an error has failed if the kernel was lost, even if the command's
-        status is 0 or SKIPPED.
+        If the kernel was lost, the result is failed even if the command's status is 0 or SKIPPED. Only
+        stopped and error take precedence.
         """
         if self.status in _STOPPED:
             return "stopped"
@@ -291,11 +291,11 @@ class _Runs:
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._stopped: set[subprocess.Popen[bytes]] = set()
-        """The processes that ran when a signal came."""
+        """The processes that were running when SIGINT or SIGTERM came."""
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """End the runs and raise KeyboardInterrupt when SIGINT or SIGTERM comes, during the `with` block.
+        """During the `with` block, end the runs and raise KeyboardInterrupt if SIGINT or SIGTERM comes.
 
         An ignored signal stays ignored, as in the runs.
         """
@@ -433,7 +433,7 @@ def _blamed(text: str) -> str:
 
 
 def _first_failed_test(report: Sequence[str]) -> str:
-    """Return a text about the first failed test in pytest's report: name, reason, and the kernel's refusal.
+    """Return a text about the first failed test in pytest's report: name, reason, and refused request.
 
     Return "" if the report has no reason.
     """
@@ -452,7 +452,7 @@ def _first_failed_test(report: Sequence[str]) -> str:
 
 
 def _reason(exception: Sequence[str]) -> str:
-    """Return the first line of the text of an exception, which consists of the lines `exception`.
+    """Return the first line of an exception's text, which is given as the lines `exception`.
 
     If the text begins with a traceback of another program, return that traceback's exception in its place.
     """
@@ -470,11 +470,11 @@ def _indentation(line: str) -> int:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table with kernel, result, time and the first line of the failure's output.
+    """Yield the lines of a table: kernel, result, time, and the reason of a failure (Result.line).
 
-    If a failure's line does not fit into its column, it follows the row. If a kernel has not passed, a line
-    after the table names the directory of the logs. Last comes each hint of `run`, with the names of the
-    kernels for which it was printed. Hints that differ only in numbers in names count as one hint.
+    A reason that does not fit into its column follows the row. If a kernel has not passed, a line after the
+    table names the directory of the logs. Last comes each hint of `run`, with the names of the kernels for
+    which it was printed. Hints that differ only in numbers in names count as one hint.
     """
     width = max(len("kernel"), *(len(escape_for_terminal(result.case.name)) for result in results))
     room = max(COLUMNS - width - len("  result   seconds  "), MIN_SHOWN)
@@ -501,7 +501,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _without_numbers(hint: str) -> str:
-    """Return a hint without the digits of its names, which may contain the pid of a tool."""
+    """Return a hint with 0 for each number in its names: a name may contain the pid of a tool."""
     return _NAME.sub(lambda name: re.sub(r"\d+", "0", name[0]), hint)
 
 

@@ -20,13 +20,13 @@ NOT_OURS = frozenset(
 )
 """Options that the helper ignores: mount(8) handles them itself, or they apply to every FUSE mount."""
 USERSPACE = ("x-", "X-", "comment=")
-"""Prefixes of options in fstab that are meant for other programs and ignored."""
+"""Prefixes of options in fstab that are meant for other programs; the helper ignores the options."""
 
 
 def arguments(words: Sequence[str]) -> list[str] | None:
     """Convert mount(8)'s arguments to those of `kprobefs mount`; return None for a fake mount (-f).
 
-    Raises: ValueError.
+    Raises: ValueError (wrong usage, or an option that `kprobefs mount` does not have).
     """
     found: list[str] = []
     places: list[str] = []
@@ -51,7 +51,10 @@ def arguments(words: Sequence[str]) -> list[str] | None:
 
 
 def _options(text: str) -> list[str]:
-    """Convert `name=value,...` to options of `kprobefs mount`. Raises: ValueError."""
+    """Convert `name=value,...` to options of `kprobefs mount`.
+
+    Raises: ValueError (an option is unknown, or is one that FUSE mounts cannot have).
+    """
     found = []
     for word in text.split(","):
         name, equals, value = word.partition("=")
@@ -83,9 +86,9 @@ def _without_defaults(words: Sequence[str]) -> list[str]:
 
 
 def main(of_mount_fuse: Sequence[str] | None = None) -> int:
-    """Run the helper: mount, and return an exit status of mount(8) when the mount answers requests.
+    """Run the helper: mount, and return an exit status of mount(8) once the mount answers or has failed.
 
-    `of_mount_fuse`: the arguments of mount.fuse(8), if that program is the caller.
+    `of_mount_fuse`: the arguments of mount.fuse(8), if that program is the caller; None: mount(8) is.
     """
     try:
         words = arguments(sys.argv[1:] if of_mount_fuse is None else _without_defaults(of_mount_fuse))

@@ -29,7 +29,7 @@ STACK_FULL = (
     "{hits} missed, because earlier calls of the same task have not returned and its shadow stack is full"
 )
 WITHOUT_MAXACTIVE = ("fgraph", "unified")
-"""Names of the return hooks with a shadow stack for each task, for which maxactive has no effect."""
+"""Names in kprobes/return_hook with which maxactive has no effect, because each task has a shadow stack."""
 UNARMED = "{reason}, so the probes were not armed"
 NO_RECORD = "{name} has {hits} and no record in the trace; {why}"
 NOT_BY_SCRATCH = "{names} {hits}, none of them by a file in scratch/; {why}"
@@ -94,9 +94,9 @@ class Past:
     has_forgotten_hists: bool = False
     """Whether `hists` lacks a removed histogram."""
     removed_errors: Mapping[str, str] = field(default_factory=dict)
-    """Name of a removed instance -> the last entry of the instance's error_log."""
+    """Name of a removed trace instance -> the last entry of the instance's error_log."""
     used: Sequence[str] | None = None
-    """Directories of the mount that had requests, as "/" and "/scratch"; None if they are unknown."""
+    """Directories of the mount that had requests, such as "/" and "/scratch"; None if they are unknown."""
     missing: str | None = None
     """Path in the mount of the last file that the kernel lacks and that a client tried to create, or None."""
     refused: Sequence[str] | None = None
@@ -171,8 +171,8 @@ def why_no_hit(
     """Return the likely reason why a command has hit none of the probes at `places`.
 
     `unarmed`: why the probes were not armed for a time; "" if they always were. `has_used_scratch`: whether
-    the command has used files in scratch/. If it has, the reason is not that the command names files outside
-    of the mount.
+    the command has used files in scratch/. If it has, files outside of the mount that the command names are
+    not given as the reason.
     """
     if ended.status:
         return ENDED_EARLY.format(status=ended.status)
@@ -220,10 +220,7 @@ def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def _why_not_outside(ended: EndedCommand) -> str:
-    """Return the message that the command names files outside of the mount, which hit no probe.
-
-    Return "" if it names none.
-    """
+    """Return why files that the command names outside of the mount hit no probe; "" if it names none."""
     for file in _files_outside(ended):
         outside = f"files outside of the mount, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
@@ -330,7 +327,7 @@ def _without_hits(
 
 
 def _names(events: Iterable[PastEvent]) -> str:
-    """Return the names of the first events, separated by commas."""
+    """Return the names of the first NAMES events, separated by commas."""
     names = dict.fromkeys(event.name for event in events)
     return escape_for_terminal(", ".join([*names][:NAMES]))
 

@@ -39,7 +39,7 @@ REFUSED_FLAGS = {
 }
 """Option of mount(8) that a kprobefs mount cannot have -> reason and remedy."""
 _FILES = {"DIR": "a directory", **dict.fromkeys(("ELF", "F", "FILE", "KERNEL", "PATH"), "a file")}
-"""Name of an argument in help texts -> what the argument must name, if it is a path."""
+"""Placeholder of an argument in help texts, such as DIR -> what the argument must name."""
 BENCH_OPTIONS = {
     "hit": ("arch", "profile", "hits", "rounds", "cpus"),
     "kinds": ("arch", "hits", "rounds"),
@@ -88,7 +88,11 @@ class _CommandParser(_ArgumentParser):
     """
 
     def __init__(self, *, add_arguments: Callable[[argparse.ArgumentParser], object], **options: Any) -> None:
-        """Store `options`, and `add_arguments`, the function that adds the command's arguments."""
+        """Store what builds the parser when it is first used.
+
+        `add_arguments`: function that adds the command's arguments. `options`: arguments of
+        argparse.ArgumentParser().
+        """
         # The attributes of the base class are missing until __getattr__() builds the parser.
         self._unbuilt: tuple[Callable[[argparse.ArgumentParser], object], dict[str, Any]] | None
         self._unbuilt = add_arguments, options
@@ -106,10 +110,10 @@ class _CommandParser(_ArgumentParser):
 
 
 class _OneKernel(argparse.Action):
-    """Action of an option that names a kernel, in a command for one kernel: it refuses a second option."""
+    """Action of an option that names the one kernel of a command; it refuses a repeated option."""
 
     several = "kernel; check and coverage compare several"
-    """End of the error message after a second option: the noun for it, and the commands that take several."""
+    """End of the error message about a repeated option: what it names, and the commands that take several."""
 
     def __call__(
         self,
@@ -126,7 +130,7 @@ class _OneKernel(argparse.Action):
 
 
 class _OneCpu(_OneKernel):
-    """Action of an option that names a CPU: it refuses a second option."""
+    """Action of an option that names a CPU: it refuses a repeated option."""
 
     several = "CPU; check and matrix take several"
 

@@ -17,7 +17,8 @@ TIME_EXTEND = 30
 TIME_STAMP = 31
 """Value of type_len in an event's header for an absolute timestamp.
 
-Values of type_len from 29 on are kinds of events; smaller values are lengths of an event's data.
+Values of type_len from 29 on are kinds of events; smaller values are lengths of an event's data in units of 4
+bytes. If type_len is 0, the next word holds the length.
 """
 ABSOLUTE_BITS = 59
 """Number of bits of an absolute timestamp. The higher bits are those of the page's timestamp."""
@@ -43,7 +44,7 @@ class RawField:
     offset: int
     size: int
     count: int
-    """Number of elements of an array, or 0 for a field that is no array."""
+    """Number of elements of an array of fixed size, or 0 for any other field."""
     is_signed: bool
 
     def value(self, data: bytes) -> Value:

@@ -51,9 +51,9 @@ def refusals(directory: str, past: Past) -> Iterator[str]:
     """Yield hints about the last file and the last write that the mount at `directory` refused.
 
     `past`: history of the mount. If error_log has an entry for the write, the hint contains the entry. Linux
-    logs nothing, for example, about a kind of event that it does not have. A shell may report only that a
-    write failed: dash says "I/O error" for each errno, and each shell "Permission denied" if there is no such
-    file.
+    logs nothing, for example, about a kind of event that it does not have. The hints help because a shell may
+    report only that a write failed: dash says "I/O error" for each errno, and each shell "Permission denied"
+    if there is no such file.
     """
     if past.missing is not None:
         yield MISSING.format(file=past.missing.lstrip("/"))
@@ -92,7 +92,7 @@ def _logged(tracefs: Path, past: Past) -> Iterator[tuple[str, re.Match[str]]]:
 
 
 def last_logged(error_log: str) -> re.Match[str] | None:
-    """Return the last entry of error_log as a match of _ENTRY, or None."""
+    """Return the last entry of error_log as a match of _ENTRY, or None if there is no entry."""
     last = None
     for entry in _ENTRY.finditer(error_log):
         last = entry
@@ -197,7 +197,8 @@ def _no_such_trigger(directory: Path, file: str, text: str) -> str:
     """Return the message that the kernel has no such trigger; "" if this is not the reason.
 
     `file`: path, relative to `directory`, of the file to which `text` was written. `text`: the refused write.
-    If no trigger is set, the trigger file lists the names of all triggers; otherwise, return "".
+    Only a trigger file without triggers lists the names of all kinds of triggers, so return "" if a trigger
+    is set.
     """
     name = re.match(r"\s*!?(\w+)", text)
     if not file.endswith("/trigger") or name is None:

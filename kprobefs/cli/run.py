@@ -70,10 +70,10 @@ def run(
     """Mount on a temporary directory, run `command` with the path of the mount in $KPROBEFS, and clean up.
 
     $KPROBEFS_OPTIONS has the options that select the same kernel again. `as_system`: show the mount at the
-    system's own paths, too, and run the command in namespaces of its own. `real_root`: use no user
-    namespace for the command. `tracing`: trace the command, which runs in the directory that the session
-    chooses. Return the command's exit status, or 128 + number if a signal ended the command.
-    Raises: CliError.
+    system's own paths, too, and run the command in namespaces of its own. `real_root`: use no user namespace
+    for the command. `tracing`: traces the command, and chooses its working directory; None: it is not traced.
+    Return the command's exit status, or 128 + number if a signal ended the command.
+    Raises: CliError (the mount, the probes or the start of the command failed).
     """
     if as_system:
         from kprobefs.cli import as_system as as_system_places
@@ -163,7 +163,10 @@ def _hints(options: MountOptions, ended: EndedCommand, past: Past) -> list[str]:
 
 
 def check_host() -> None:
-    """Check that the host allows a mount, before anything is created. Raises: CliError."""
+    """Check that the host allows a mount, before anything is created.
+
+    Raises: CliError (/proc is missing, incomplete, or of another pid namespace).
+    """
     try:
         mountpoints.check_proc()
     except CliError as failure:
@@ -178,7 +181,7 @@ def mounted(
 
     After the block, end the daemon, and remove the mount and the directory.
 
-    `build`: builder of the served kernel. This process calls `meanwhile` while the daemon starts.
+    `build`: function that builds the served kernel. This process calls `meanwhile` while the daemon starts.
     Raises: CliError (the directory cannot be made, or the mount failed).
     """
     check_host()
@@ -221,7 +224,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
     """Run `command` with probes on an existing mount, and return the command's exit status.
 
     The status is 128 + number if a signal ended the command.
-    Raises: CliError.
+    Raises: CliError (a probe is refused, or the command cannot be started).
     """
     # This process starts no daemon.
     compile_ahead.end()
@@ -277,7 +280,7 @@ class _Runner:
     def end_by_signals(self) -> None:
         """If the mount is temporary, restore the default actions of the signals that end a program.
 
-        A signal that the command has received already is an exception: timeout(1) sends its signal twice, and
+        A signal that was forwarded to the command keeps its handler: timeout(1) sends its signal twice, and
         the records of the command are still to be shown.
         """
         if self.kernel_words is None or self.pending:
@@ -352,7 +355,7 @@ class _Runner:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal that ends a program.
 
-        Forward it to the command, or keep it until the command is started.
+        Forward it to the command. Before the command's start, store it in `pending`.
         """
         del frame
         if self._process is None:
@@ -408,11 +411,12 @@ def await_left(directory: str, session: int, number: signal.Signals) -> None:
 
 
 def _left(directory: str, session: int) -> Iterator[tuple[int, int]]:
-    """Yield pid and pidfd of all processes of a session that have the mount in their environment.
+    """Yield (pid, pidfd) of each process that a command has left behind.
 
-    A command has left these processes behind. A process that made its own session is not among them, because
-    it is meant to outlive the command. If the environment of a process cannot be read in time, the process is
-    not among them. `session`: id of the session.
+    These are the processes of the session with the id `session` whose $KPROBEFS is `directory`. A process
+    that made its own session is not among them, because it is meant to outlive the command. If the
+    environment of a process cannot be read in time, the process is not among them. A pidfd is closed before
+    the next item.
     """
     mark = os.fsencode(f"KPROBEFS={directory}")
     with closing(ProcessMemory(READ_TIMEOUT)) as memory:
@@ -456,7 +460,10 @@ def end_with_parent() -> None:
 
 
 def in_foreground() -> bool:
-    """Return True if the terminal sends its signals to this process's group."""
+    """Return True if the terminal sends its signals to this process's group.
+
+    Return False if it does not, or if there is no terminal.
+    """
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

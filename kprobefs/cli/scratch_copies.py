@@ -22,7 +22,8 @@ def copies_of_arguments(command: Sequence[str], scratch: Path, own: str = "") ->
     has such a path. Words may have the form NAME=PATH. `own`: name of a new directory in scratch/ for the
     copies, if other users may use the mount; "": the copies are in scratch/ itself. The yielded directory is
     that of the copies, or scratch/ if nothing is copied. At the end, report the copies that the command has
-    changed, and remove all copies and the directory.
+    changed, and remove all copies. The directory `own` is removed unless the command has created files in it;
+    these are reported.
     Raises: OSError (scratch/ has no space).
     """
     place = scratch / own
@@ -74,9 +75,10 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, scratch: Path, copied: dict[Path, Path], made: list[Path]) -> None:
-    """Copy a file with its mode to scratch/, or make a directory. Existing files in scratch/ stay unchanged.
+    """Copy the file `source` with its mode to scratch/, or make the directory `source` there.
 
-    Add the copy to `copied` (copy -> original), and new directories to `made`.
+    Existing files in scratch/ stay unchanged. Add the copy to `copied` (copy -> original), and new
+    directories to `made`.
     """
     target = scratch / source
     is_directory = source.is_dir()

@@ -1,4 +1,4 @@
-"""`kprobefs top`: a live view of the probes of a mount, with rates, costs and reasons."""
+"""`kprobefs top`: a live view of a mount's probes: rates, costs, and why a probe is not in a better mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECORDS = 500
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
 MAX_LINES = 1 << 20
-"""Number of rows by which the selection moves to reach the first or last line; no list is as long."""
+"""Number of rows by which the selection moves to reach the first or last line; no list is that long."""
 MORE_KEYS = "? all keys"
 """Last words of the line of keys if the terminal is too narrow to name all keys."""
 KEYS = (
@@ -49,7 +49,7 @@ KEYS = (
 UNANSWERED = (MountState.HUNG, MountState.BUSY)
 """States of a mount in which a request to it would block."""
 REASON_LINES = 3
-"""Maximum number of lines below the list for the reason of a probe's mode."""
+"""Maximum number of lines for the reason of a probe's mode, below the list or in the close-up."""
 INSN_LINES = 6
 """Maximum number of lines in the close-up for the instructions in one line of the file `bytes`."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
@@ -107,7 +107,7 @@ class Probes:
         self._costs: dict[str, tuple[float, str, str]] = {}
         self._last: list[Probe] = []
         self.answers = True
-        """Whether the mount answered at the last condition().
+        """Whether the mount answered at the last call of condition().
 
         While it is False, no requests are made, because they would block.
         """
@@ -246,7 +246,7 @@ class View:
 
     @property
     def selected(self) -> Probe | None:
-        """The opened probe, else the probe under the cursor, or None if there are no probes."""
+        """The probe of the close-up, else the probe under the cursor; None if there are no probes."""
         for number, probe in enumerate(self.probes):
             if probe.event == self.opened or (not self.opened and number == self.chosen):
                 return probe
@@ -260,7 +260,10 @@ class View:
             self._choose(self.chosen + rows)
 
     def press(self, key: str, probes: Probes) -> bool:
-        """Execute the command of a key; return False if the command ends the program."""
+        """Execute the command of a key; return False if the command ends the program.
+
+        `key`: "" if no key was pressed.
+        """
         self.message = "" if key else self.message
         if key and self.shows_keys:
             self.shows_keys = False
@@ -357,8 +360,8 @@ def wrap_lines(text: str, width: int, max_lines: int, indent: str = "") -> list[
 
     Cut a longer text, and end it with "…".
 
-    `indent`: start of the first line. Unless `indent` is empty, each further line begins with two more
-    blanks.
+    `indent`: start of the first line. Further lines begin with `indent` and two blanks; if it is "", no line
+    is indented.
     """
     from textwrap import wrap
 
@@ -507,11 +510,13 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
 
 
 def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
-    """Show the probes every `delay` seconds until `q` or for `count` updates; without a terminal, print text.
+    """Show the probes every `delay` seconds until the key `q` is pressed, or for `count` updates.
+
+    Without a terminal, print text.
 
     `count`: number of updates; None: no limit, but one if text or JSON is printed. `as_json`: print each
     update as JSON, even on a terminal.
-    Raises: CliError.
+    Raises: CliError (the mount is gone, does not answer, or has no machine/probes).
     """
     probes = Probes(directory)
     view = View()

@@ -41,26 +41,26 @@ NAME = re.compile(
     r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})"
     rf"(?P<graph>{SUFFIX})?"
 )
-"""Pattern for the name of a session, which is also the name of its instance and of its group of probes.
+"""Pattern for the name of a session. Its trace instance and its group of probe events have the same name.
 
-The name is own_name(), followed by SUFFIX if the session records a call graph.
+The name is what own_name() returns, followed by SUFFIX if the session records a call graph.
 """
 NOTRACE = "set_event_notrace_pid"
-"""File of a trace array with the pids whose events are not recorded."""
+"""Name of a trace array's file that lists the pids of the tasks whose events are not recorded."""
 MARKER = "trace_marker"
 MARKED = re.compile(r"-(\d+) +\[.*tracing_mark_write: (?:own|reader)$", re.MULTILINE)
-"""Pattern for a line of `trace` with a marker of this session; its group is the pid of the writer."""
+"""Pattern for a line of `trace` with a marker that this session wrote; its group is the pid of the writer."""
 PATH_SIZE = 4096
 """Maximum size in bytes of a path, including the NUL at its end."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 NOTHING = 3
 """Exit status of a RecordReader's process that has read no records."""
 UNWRITTEN = 100
-"""Exit status of a RecordReader's process that failed to read or write records, minus the errno."""
+"""Base of an exit status: a reader's process that cannot read or write ends with UNWRITTEN + errno."""
 
 
 ONE_FILTER = "-f filters all probes; a filter of one probe is at its end: 'r:PLACE ret=$retval if ret > 0'"
-"""Advice if an event lacks a field that is named in the filter for all events."""
+"""Advice that is printed if a filter is refused and option -f has given one filter for several events."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,21 @@ class TraceRequest:
     probes: Sequence[str] = ()
     filter: str = ""
     output: str | None = None
-    """File that gets the records, whose ending selects the kind of file; None: standard output."""
+    """Path of the file that gets the records; its ending selects the format. None: standard output."""
     as_json: bool = False
     has_stacks: bool = False
     """Whether to record the stack at each hit."""
     graph: tuple[str, ...] = ()
-    """Functions whose call graphs are recorded."""
+    """Names of the functions whose call graphs are recorded; empty: no call graph."""
 
 
 class TraceSession:
     """Probes, filter and output of one run of `kprobefs trace`; attached() puts the probes on a mount."""
 
     def __init__(self, request: TraceRequest, file: OutputFile | None) -> None:
-        """Parse the probes of `request`. `file`: gets the records; None: standard output.
+        """Create a session for `request`, and parse its probes.
+
+        `file` gets the records; None: standard output gets them.
 
         Raises: CliError (wrong usage).
         """
@@ -107,7 +109,10 @@ class TraceSession:
 
     @property
     def takes_output(self) -> bool:
-        """Whether the records take standard output, so that the command's output goes to standard error."""
+        """Whether standard output is for the records alone.
+
+        If so, the command's output goes to standard error.
+        """
         return self.request.output is None and self.kind is not TextOutput
 
     @property
@@ -117,12 +122,15 @@ class TraceSession:
 
     @property
     def shows_durations(self) -> bool:
-        """Whether the output has durations: of a call graph, or of calls that are shown as slices."""
+        """Whether the output has durations: of a call graph, or of probed calls in a Chrome trace."""
         returns = self.kind.needs_entries and any(probe.is_return for probe in self.probes)
         return returns or bool(self.request.graph)
 
     def output(self) -> TextIO:
-        """Return the stream to which the records are written. The file's old content is deleted."""
+        """Return the stream to which the records are written.
+
+        If the session has a file, delete the file's old content. Otherwise, the stream is standard output.
+        """
         return sys.stdout if self._file is None else self._file.stream()
 
     def entries(self) -> dict[str, AskedProbe]:
@@ -156,19 +164,22 @@ class TraceSession:
     def attached(self, directory: str, command: Sequence[str], *, is_shared: bool) -> AttachedProbes:
         """Return a context manager that keeps the probes on the mount at `directory` while `command` runs.
 
-        `is_shared`: whether others may use the mount.
+        `is_shared`: the mount existed before this session, and others may use it; False: the mount ends with
+        the command.
         """
         return AttachedProbes(self, directory, command, is_shared=is_shared)
 
 
 class AttachedProbes:
-    """Context manager that adds a session's probes to a mount, and removes them at its end.
+    """Context manager that adds a session's probes to a mount; at exit, it removes them from a shared mount.
 
-    The probes record into a trace instance of their own, or with a call graph into the top-level trace array.
-    Entering the context returns the directory in which the command must run. It is scratch/ of the mount,
-    whose files belong to the guest, or a directory in scratch/. If the mount has no scratch/, the directory
-    is the current one. Inside the context, the directory contains copies of the files that the command's
-    words name.
+    The probes record into a trace instance of their own. If a call graph is recorded, they record into the
+    top-level trace array.
+
+    Entering the context returns the directory in which the command must run. If the mount has scratch/ (whose
+    files belong to the guest), the command runs in scratch/ or in a directory there. Copies of the files that
+    the command's words name are put into that directory. Without scratch/, the command runs in the current
+    directory.
     """
 
     def __init__(
@@ -187,12 +198,15 @@ class AttachedProbes:
         self._files: Files = HostFiles(directory)
         self._scratch = Path(directory, "scratch")
         self._own = session.name if is_shared else ""
-        """Name of the directory in scratch/ with the copies; "" if they are in scratch/ itself."""
+        """Name of the directory in scratch/ for the copies of the command's files; "" for scratch/ itself."""
         self._place = os.getcwd()
         """Directory in which the command runs."""
         self._tracefs = Path(directory, self._files.tracefs())
         self._array = "" if session.request.graph else f"instances/{session.name}/"
-        """Directory of the trace array that records the hits, relative to the tracefs."""
+        """Directory of the trace array that records the hits, relative to the tracefs, with a final slash.
+
+        "" means the top-level trace array.
+        """
         self._hidden = session.entries()
         self._root = control_root(directory)
         self._kallsyms = self._root / "machine" / "kallsyms"
@@ -207,7 +221,7 @@ class AttachedProbes:
     def __enter__(self) -> str:
         """Define and enable the probes, and return the directory in which the command must run.
 
-        Raises: CliError (in that case no probe is left).
+        Raises: CliError (a probe, a filter or the tracer is refused; no probe is left on a shared mount).
         """
         session = self._session
         instance = self._tracefs / "instances" / session.name
@@ -278,7 +292,8 @@ class AttachedProbes:
     def _output(self) -> TraceOutput:
         """Return the object that writes the records of the session's events.
 
-        Pass to this object the text of each event's `format` file, and the entry event of each return event.
+        The object knows the text of each event's `format` file. For each event at a function's return, it
+        also knows the event at the function's entry.
         """
         session = self._session
         places = {probe.place: name for name, probe in self._hidden.items() if not probe.is_return}
@@ -371,7 +386,7 @@ class AttachedProbes:
         return pids
 
     def _switch_on(self) -> None:
-        """Enable all events of the session.
+        """Enable all events of the session, and start the tracer of call graphs if there is one.
 
         Exclude this process and the reader of records from tracing.
         """
@@ -392,8 +407,8 @@ class AttachedProbes:
     def _exclude_from_others(self, *pids: int) -> list[int]:
         """Exclude the processes `pids` of this session from tracing by all other sessions on the mount.
 
-        Return the pids in the NOTRACE files of the other sessions. They are those of the other sessions' own
-        processes, which this session must exclude in turn.
+        Return all pids in the NOTRACE files of the other sessions, so that this session can exclude the same
+        processes.
         """
         others: list[int] = []
         for name in self._files.directories(f"{self._files.tracefs()}instances"):
@@ -421,11 +436,11 @@ class AttachedProbes:
     def _apply(
         self, lines: Sequence[tuple[str, str, str]], probes: Mapping[str, AskedProbe] | None = None
     ) -> None:
-        """Apply lines to the mount's files.
+        """Define probes on the mount, or write to its files, as `lines` say.
 
-        An item of `lines` is a tuple: the line's name in messages, the line, and the user's own text.
-        `probes`: the user's text -> the probe, for advice about a probe that the kernel refuses.
-        Raises: CliError.
+        An item of `lines` is a tuple: the line's name in messages, the line as in a definition file, and the
+        user's own text. `probes`: the user's text -> the probe, for advice about a probe that the kernel
+        refuses; None: there is no advice. Raises: CliError (a line failed).
         """
         from kprobefs.definitions.loader import Loader
         from kprobefs.definitions.syntax import Line
@@ -516,7 +531,7 @@ class AttachedProbes:
     def _only_counts(self) -> bool:
         """Return True if a probe of the session was hit, but the kernel writes no records of such hits.
 
-        This is so for old RISC-V kernels with their own kprobes, which only count hits.
+        This is so if a RISC-V kernel before v7.2 takes the hits with Linux's own kprobes.
         """
         daemon = running(self._directory)
         if daemon is None or (daemon.profile, daemon.arch) != (KERNEL_KPROBES, "riscv64"):
@@ -532,7 +547,7 @@ class AttachedProbes:
         return any(hits[event] for event in own)
 
     def _unfiltered(self, own: set[int]) -> int:
-        """Return the number of hits of all events in all processes except those with the pids `own`.
+        """Return the number of hits of the session's events in all processes except those with pids in `own`.
 
         Hits that the filter drops are included.
         """
@@ -552,9 +567,10 @@ class RecordReader:
     """
 
     def __init__(self, array: Path, output: TraceOutput, *, at_end: bool) -> None:
-        """Fork the child process.
+        """Fork the child process, which waits for begin().
 
-        `at_end`: read all records at finish(), and none before; False: read them as they arrive.
+        `array`: directory of the trace array. `output` writes the records. `at_end`: read all records at
+        finish(), and none before; False: read them as they arrive.
 
         A read takes time in the guest. So the durations in a trace are reproducible only if all reads come at
         its end.
@@ -573,7 +589,7 @@ class RecordReader:
         os.close(ready)
 
     def mark(self, marker: Path) -> None:
-        """Make the child process write to `marker`, a file trace_marker. Call this before begin()."""
+        """Make the child process write to the trace_marker file `marker`. Call this before begin()."""
         os.write(self._commands, f"{marker}\n".encode())
         os.read(self._ready, 1)
 
@@ -584,14 +600,17 @@ class RecordReader:
         os.read(self._ready, 1)
 
     def finish(self) -> int:
-        """Make the child process write the remaining records and end. Return its exit status."""
+        """Make the child process write the remaining records and end. Return its exit status.
+
+        The status is 0, NOTHING, or UNWRITTEN + errno.
+        """
         os.close(self._commands)
         os.close(self._ready)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _serve(self, array: Path, commands: int, ready: int) -> NoReturn:
-        """Execute the child process: wait for begin(), write records until finish(), and end the process.
+        """Do the work of the child process: wait for begin(), write records until finish(), and exit.
 
         `array`: directory of the trace array. `commands`: pipe that begin() writes to and finish() closes.
         `ready`: pipe that the child closes when trace_pipe is open.

@@ -1,6 +1,7 @@
 """trace.dat: the file of trace-cmd(1), which `trace-cmd report` and KernelShark read.
 
-Mirrors: trace-cmd.dat.v6(5): version 6, with the pages of each CPU after the tables.
+Mirrors: trace-cmd.dat.v6(5): version 6, with each CPU's ring buffer pages after the formats, symbols and
+command names.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class TraceDat:
     ftrace: Sequence[str]
     """Texts of the `format` files of events/ftrace."""
     events: Mapping[str, str]
-    """Group/name of each other event -> text of its `format` file."""
+    """Group/name of each event outside of events/ftrace -> text of its `format` file."""
     kallsyms: str
     printk_formats: str
     saved_cmdlines: str
     pages: Sequence[Sequence[bytes]]
     """For each CPU, the pages that were read from its trace_pipe_raw."""
     page_size: int
-    """Size of a page in bytes, with its header."""
+    """Size in bytes of a page of the ring buffer, including its header."""
     word_size: int
     """Number of bytes of an unsigned long of the kernel."""
 

@@ -37,7 +37,7 @@ class GraphTracer:
     def prepare(
         self, functions: Sequence[str], options: Sequence[str], nearest: Callable[[str], str]
     ) -> None:
-        """Select the functions whose calls are recorded, and set options of the tracer.
+        """Select the functions whose calls are recorded, and set the tracer's options called `options` to 1.
 
         `nearest` returns advice about the name of a function that does not exist, or "" if there is none.
         Raises: CliError (there is no tracer, it is in use, or the function cannot be traced).
@@ -85,9 +85,9 @@ class GraphTracer:
             raise _in_use("its trace_pipe is open") from None
 
     def stop(self) -> bool:
-        """Stop recording, if the mount still answers. Return False if recording was off already, else True.
+        """Stop recording. Return False if recording was off already, else True.
 
-        If the mount does not answer, return True.
+        If the mount does not answer any more, do nothing and return True.
         """
         was_on = True
         with suppress(OSError):
@@ -103,7 +103,7 @@ class GraphTracer:
         self._undo.close()
 
     def _check_free(self) -> None:
-        """Check that the tracer and the top-level trace array are not in use. Raises: CliError (they are)."""
+        """Check that the tracer and the top-level trace array are unused. Raises: CliError (one is used)."""
         if (tracer := self._read("current_tracer")) != "nop":
             raise _in_use(f"current_tracer is {tracer}")
         for name in ("set_graph_function", "set_ftrace_pid"):

@@ -34,7 +34,7 @@ class TraceFiles:
     returns: dict[str, str] = field(default_factory=dict)
     """Name of an event at a function's return -> name of the event at the entry of the same function."""
     functions: dict[str, str] = field(default_factory=dict)
-    """Name of a hidden event at a function's entry -> name of the function."""
+    """Name of a hidden event -> name of the function whose entry or return it records."""
     hidden: set[str] = field(default_factory=set)
     """Names of the hidden events: only the output file needs them, so the user gets no records of them."""
 
@@ -44,9 +44,9 @@ class TraceOutput(ABC):
 
     needs_stacks = False
     needs_entries = False
-    """Whether the output needs records of a function's entries, too, if only its returns are probed."""
+    """Whether this output also needs a probe at the entry of each function whose return is probed."""
     graph_options: tuple[str, ...] = ()
-    """Options of the function graph tracer that are needed for complete records."""
+    """Names of the function graph tracer's options that must be 1 to make its records complete."""
 
     def __init__(self, output: TextIO, files: TraceFiles) -> None:
         self.output = output
@@ -61,7 +61,10 @@ class TraceOutput(ABC):
 
     @abstractmethod
     def read(self, pipe: int) -> None:
-        """Read the available records. `pipe`: descriptor of trace_pipe, which does not block."""
+        """Read the available records, which are written now or by close().
+
+        `pipe`: descriptor of trace_pipe, which does not block.
+        """
 
     def close(self) -> None:
         """Write the end of the output, after the last record was read. Raises: OSError."""
@@ -79,7 +82,7 @@ class TextOutput(TraceOutput):
 
 
 class JsonLinesOutput(TraceOutput):
-    """Writes each record as an object on a line."""
+    """Writes each record as a JSON object on a line of its own."""
 
     graph_options = ("funcgraph-abstime", "funcgraph-proc", "funcgraph-tail")
     _separator = ""
@@ -120,7 +123,7 @@ class JsonOutput(JsonLinesOutput):
 
 
 class RawOutput(TraceOutput):
-    """Keeps the binary pages of all CPUs, and writes the output file after the last page was read."""
+    """Keeps the ring buffer pages of all CPUs, and writes the output file after the last page was read."""
 
     def prepare(self) -> None:
         events = self.files.tracefs / "events"
@@ -191,7 +194,8 @@ class DatOutput(RawOutput):
 class FoldedOutput(RawOutput):
     """Writes folded stacks for flame graphs, each with its number of records.
 
-    If a call graph is recorded, each stack is written with its nanoseconds instead.
+    If a call graph is recorded, a stack's number is instead the time in nanoseconds that its innermost
+    function spent outside of nested calls.
     """
 
     needs_stacks = True
@@ -212,8 +216,8 @@ class FoldedOutput(RawOutput):
 def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tuple[int, list[str], int]]:
     """Yield (pid, stack, weight) for each stack record and each record of a function graph exit.
 
-    The weight is 1 for a stack record. For a graph exit, it is the time in nanoseconds that the function
-    spent outside of nested calls.
+    `stack`: names of the functions, outermost first. The weight is 1 for a stack record. For a graph exit, it
+    is the time in nanoseconds that the function spent outside of nested calls.
     """
     graph: dict[int, list[_OpenCall]] = defaultdict(list)
     for record in found:
@@ -366,9 +370,10 @@ def _lines(pipe: int) -> Iterator[str]:
 
 
 def output_of(path: str | None, *, as_json: bool) -> type[TraceOutput]:
-    """Return the kind of output that the ending of the file name `path` selects.
+    """Return the class of the output that the ending of the file name `path` selects.
 
-    `path`: None for standard output. `as_json`: whether option --json is given.
+    `path`: None for standard output, which gets text. `as_json`: whether option --json is given, which
+    selects lines of JSON whatever `path` is.
     """
     if as_json:
         return JsonLinesOutput

@@ -16,7 +16,7 @@ HEAD = (
 )
 """Regular expression of the head of a line of trace_pipe, with the default options.
 
-Hazard: a command's name and an event's text may contain any characters, even the form of another head.
+Hazard: a command's name and an event's text may contain any characters, even some that look like a head.
 """
 LINE = re.compile(rf"{HEAD}(?P<event>\w+): (?P<text>.*)$")
 FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
@@ -39,7 +39,7 @@ GRAPH_EVENT = re.compile(r" */\* (\w+): (.*) \*/$")
 NUMBERS = "diux"
 """Conversion letters of printf that print a number."""
 Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
-"""Regular expression of an event's text, and the name and the conversion letter of each of its groups."""
+"""Regular expression of an event's text, and for each group in it: (name, conversion letter of printf)."""
 Layouts = dict[str, list[Layout]]
 """Name of an event -> layouts of the events with that name."""
 CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
@@ -53,7 +53,7 @@ class RecordParser:
         self._last: dict[int, dict[str, object]] = {}
         """CPU -> object of its last record, which is not yielded yet, because a stack may follow."""
         self._stack: list[str] | None = None
-        """The stack whose lines are being read; None outside of a stack."""
+        """Lines of the call stack that is being read; None outside of a stack."""
 
     def add_layout(self, event: str, format_file: str) -> None:
         """Add the layout of the event called `event`, from the text of its `format` file."""
@@ -85,7 +85,7 @@ class RecordParser:
                 yield found
 
     def rest(self) -> Iterator[dict[str, object]]:
-        """Yield the last object of each CPU, because no stack follows any more."""
+        """At the end of trace_pipe, yield the last object of each CPU."""
         yield from self._last.values()
         self._last = {}
 
@@ -123,7 +123,10 @@ def _objects(line: str, layouts: Layouts) -> Iterator[dict[str, object]]:
 
 
 def text_line(line: str, output: TextIO) -> str:
-    """Return a line of trace_pipe for `output`; on a terminal, unprintable characters are escaped."""
+    """Return a line of trace_pipe for `output`, with unprintable characters escaped.
+
+    On a terminal, the line is also wrapped, and the event's name is coloured.
+    """
     text = terminal.wrap(escape_for_terminal(line), output, "    ")
     found = LINE.match(line)
     if found is None or not terminal.has_colours(output):
@@ -134,8 +137,9 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    The name of a group is the word before the "=" that precedes the value. If there is no such word, and each
-    printed value is a whole field, the name is that of the field. Otherwise, the name is "".
+    Each value in the event's text is a group. Its name is the word before the "=" that precedes the value. If
+    there is no such word, and each printed value is a whole field, the name is that of the field. Otherwise,
+    or if the name begins with "__", it is "".
     """
     found = PRINT_FMT.search(text)
     if found is None:
@@ -159,7 +163,7 @@ def layout(text: str) -> Layout:
 def record(line: str, layouts: Layouts) -> dict[str, object]:
     """Return a line of trace_pipe as an object for JSON, with only the key `text` if the line is no record.
 
-    If no layout of the event matches, the fields are the words that are followed by a "=".
+    If no layout of the event matches, each NAME=VALUE in the text is a field.
     """
     fields: dict[str, object] = {}
     if call := CALL.match(line):
@@ -193,7 +197,10 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Return a map name -> value of a system call's arguments. In `text`, values are hexadecimal."""
+    """Return a map name -> value of a system call's arguments.
+
+    `text`: the arguments in the form `NAME: VALUE, ...`, with hexadecimal values.
+    """
     pairs = (each.partition(": ") for each in text.split(", ") if each)
     # The option verbose prints the type before the name.
     return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}

@@ -44,17 +44,19 @@ class AskedProbe:
     """The probed place, or "" if the kernel has the event already."""
     is_return: bool = False
     understood: str = ""
-    """The meaning that was chosen, for error messages; "" if the text has only one possible meaning."""
+    """How the text was understood, for error messages; "" if it has only one possible meaning."""
     names_event: bool = False
-    """Whether the first word was taken as the event's name, and not as the place."""
+    """Whether NAME in `p:NAME ...` was taken as the event's name, and not as the place."""
     filter: str = ""
     """Filter at the end of the probe, after IF; "" if it has none."""
 
 
 def parse_probes(texts: Sequence[str], group: str) -> list[AskedProbe]:
-    """Return the probes of the command line. `group`: group of the events that they define.
+    """Return the probes that `texts` of the command line define or name.
 
-    Raises: CliError (a text is no probe).
+    `group`: group of the events that they define.
+
+    Raises: CliError (a text is no probe, or gives an event a second filter).
     """
     found: list[AskedProbe] = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""A hint at the end of `run`: why the histogram of a synthetic event is empty."""
+"""A hint at the end of `kprobefs run`: why the histogram of a synthetic event is empty."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _KEYS = lazy_pattern(r"\bkeys=([^:]+)")
 def unmatched(past: Past) -> Iterator[str]:
     """Yield a hint for each synthetic event in `past` whose histograms are empty in all trace arrays.
 
-    Only those synthetic events are examined that are caused by triggers of other events. There is no hint if
-    any of these triggers has counted a hit.
+    Only synthetic events that hist triggers with onmatch() generate are examined. There is no hint if the
+    reason is unknown for any of these triggers, for example because the trigger has counted a hit.
     """
     if past.has_forgotten_hists:
         return
@@ -43,10 +43,10 @@ def unmatched(past: Past) -> Iterator[str]:
 
 
 def _why(past: Past, last: PastHist, first: str) -> str:
-    """Return the reason why a trigger has not caused its synthetic event; "" if it is unknown.
+    """Return the reason why a hist trigger has not generated its synthetic event; "" if it is unknown.
 
-    `last`: histogram whose trigger causes the synthetic event when its keys match. `first`: event, as
-    GROUP/EVENT, whose trigger sets the variables for this.
+    `last`: histogram whose trigger generates the synthetic event when the keys match. `first`: event, as
+    GROUP/EVENT, whose hist trigger sets the variables that `last` needs.
     """
     setting = [hist.hits for hist in past.hists if (hist.array, hist.event) == (last.array, first)]
     first_name, last_name = (event.partition("/")[2] for event in (first, last.event))

@@ -1,4 +1,4 @@
-"""Compiles modules in a second process, for a start that finds no bytecode of them.
+"""Compiles modules in a second process while a mount starts, if Python has no bytecode of them.
 
 Without bytecode, compiling takes more than half of the time of a start, and a process of Python compiles
 with one CPU only. The imports themselves stay the same, in the same order.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 FILE_NAME = "kprobefs-bytecode"
-"""Name of the anonymous files, as in /proc/PID/fd."""
+"""Name of the anonymous files (memfd_create(2)) of CompileAhead, as /proc/PID/fd shows it."""
 _PLACE = os.path.dirname(emulated_kernel.__path__[0])
 """Directory that contains the packages emulated_kernel and kprobefs."""
 _PACKAGES = (
@@ -54,17 +54,17 @@ _PACKAGES = (
 Packages whose modules a mount imports late come first, so that they are compiled before their import.
 """
 _SIZE = struct.Struct("Q")
-"""Layout of the number before each record in the file: the size of the record in bytes."""
+"""Layout of the number before each record in the file of compiled code: the record's size in bytes."""
 _MISSED_SIZE = 1 << 20
 """Number of bytes that one read of the list of missed modules requests; the list is always shorter."""
 
 
 class CompileAhead:
-    """A process that compiles modules, and the compiled code, which the importing process reads.
+    """A process that compiles modules ahead of their import, and an anonymous file with the compiled code.
 
-    The code is in an anonymous file, so that nothing is written to the host's file systems. A process that
-    this one forks can take code, too. If the code of a module is not ready, the import compiles the module
-    itself.
+    The file is anonymous so that nothing is written to the host's file systems. The importing process and the
+    processes that it forks can take the code from the file. If the code of a module is not ready, the import
+    compiles the module itself.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ class CompileAhead:
     def _read_record(self) -> bool:
         """Read the code of the next module from the file, and store it in `_codes`.
 
-        Return False if the compiling process has not written this code completely.
+        Return True if the code was read, or False if the compiling process has not written all of it yet.
         """
         size = _SIZE.size
         head = os.pread(self._file, size, self._position)
@@ -183,7 +183,7 @@ class CompileAhead:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module by the code that another process has compiled."""
+    """Loads a module from the code that another process has compiled, or else compiles it itself."""
 
     def __init__(self, name: str, path: str, ahead: CompileAhead) -> None:
         super().__init__(name, path)
@@ -208,7 +208,7 @@ _running: list[CompileAhead] = []
 
 
 def begin() -> None:
-    """If it saves time, start a process that compiles the modules that a mount imports."""
+    """Start a process that compiles the modules that a mount imports, if this makes the start faster."""
     if _PACKAGES[0] in sys.modules or not _is_useful(_directory(_PACKAGES[0])):
         return
     # The host may allow no further process or file. The start reports that, if it needs them, too.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import IO, Any, TextIO
 
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
-"""Environment variable with the path of the runtime directory. No other variable has priority over it."""
+"""Environment variable with the path of the runtime directory. If it is set, all others are ignored."""
 LOCK_TIMEOUT = 5.0
 """Maximum seconds that a starting daemon waits for a record's lock if no live daemon serves the directory."""
 LOCK_PAUSE = 0.02
@@ -37,7 +37,10 @@ The directory is used if the user has no better one.
 MAX_OLD_LOGS = 10
 """Maximum number of logs of failed daemons that are kept; older logs are removed."""
 STARTING = 10.0
-"""Maximum seconds from the creation of a daemon's log to that of its record. Younger logs are not removed."""
+"""Maximum seconds from the creation of a daemon's log to that of its record.
+
+forget() does not remove a younger log.
+"""
 STATE = 0
 """Index of the process's state among the fields after the name in /proc/PID/stat. Mirrors: proc(5)."""
 PARENT = 1
@@ -75,7 +78,7 @@ class Daemon:
     profile: str = ""
     """Name of the kprobes' profile, or `kernel` for the mounted kernel's own kprobes; "" if unknown."""
     state: str = ""
-    """Directory that keeps the state, or "" if nothing keeps it."""
+    """Directory of --state, in which the daemon keeps definitions and records; "" without --state."""
     clock: str = ""
     """Clock that the mount was started with, as `--clock` names it; "" if unknown."""
     options: Sequence[str] = ()
@@ -109,7 +112,10 @@ class Registration:
     """The record file of this daemon. Its lock prevents a second daemon for the same directory."""
 
     def __init__(self, daemon: Daemon) -> None:
-        """Write the record. Raises: CliError (another daemon serves the directory)."""
+        """Create, lock and write the record file of `daemon`.
+
+        Raises: CliError (another daemon serves the directory, or the file cannot be written).
+        """
         sweep()
         self.daemon = daemon
         self._path = _record_path(daemon.directory)
@@ -162,7 +168,7 @@ def unwritable(path: str | Path, error: OSError) -> CliError:
 
 
 def _open_record(path: Path, flags: int) -> TextIO | None:
-    """Open a record file. Return None if it is not a private file of this user."""
+    """Open a record file with `flags` of open(2). Return None if it is not a private file of this user."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -196,7 +202,7 @@ def _lock(file: TextIO, directory: str) -> bool:
 
 
 def running(directory: str) -> Daemon | None:
-    """Return the live daemon that serves `directory` in this mount namespace, or None if it is unknown."""
+    """Return the live daemon that serves `directory` in this mount namespace, or None if none is known."""
     with known(directory) as found:
         return found.daemon if found else None
 
@@ -229,7 +235,10 @@ class Running:
 
 @contextmanager
 def known(directory: str) -> Iterator[Running | None]:
-    """Yield the live daemon that serves a directory, or None; the pidfd is closed after the block."""
+    """Yield the live daemon that serves `directory`, or None if none is known.
+
+    The daemon's pidfd is closed after the `with` block.
+    """
     found = _find(directory)
     try:
         yield found
@@ -260,7 +269,7 @@ def _find(directory: str) -> Running | None:
 
 
 def sweep() -> None:
-    """Remove the records of killed daemons, and their logs except the newest MAX_OLD_LOGS."""
+    """Remove the records of killed daemons, and logs without records except the newest MAX_OLD_LOGS."""
     from emulated_kernel.util.safe_read import open_regular
 
     directory = runtime_directory()
@@ -297,7 +306,7 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Return the directory of records and logs, created with access for its owner only.
+    """Return the directory of records and logs. If it is missing, create it for its owner only.
 
     Raises: CliError (the directory cannot be created, or belongs to another user).
     """
@@ -318,9 +327,12 @@ def runtime_directory() -> Path:
 
 
 def _base_path() -> Path:
-    """Return the runtime directory: /run/kprobefs, one in the user's own directories, or one in /tmp.
+    """Return the runtime directory.
 
-    Raises: CliError (the environment has a relative path).
+    It is the one that RUNTIME_DIRECTORY names. Otherwise, it is /run/kprobefs, one in the user's own
+    directories, or one in /tmp.
+
+    Raises: CliError (the environment variable has a relative path).
     """
     if chosen := os.environ.get(RUNTIME_DIRECTORY):
         if not chosen.startswith("/"):

@@ -13,23 +13,23 @@ from emulated_kernel.util.errors import KernelError
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of the program. `run` passes on its command's status."""
+    """Exit statuses of the program. `kprobefs run` ends with the status of its command."""
 
     OK = 0
     FAILURE = 1
     USAGE = 2
     NOT_MOUNTED = 3
-    """Exit status of umount and status: kprobefs is not mounted on the given directory."""
+    """Exit status of `umount` and `status`: kprobefs is not mounted on the given directory."""
     BUSY = 4
-    """Exit status of status: the mount's kernel is busy with a long request."""
+    """Exit status of `kprobefs status`: the mount's kernel is busy with a long request."""
     PANICKED = 5
-    """Exit status of status: the mount's kernel has stopped for good."""
+    """Exit status of `kprobefs status`: the mount's kernel has stopped for good."""
     HUNG = 6
-    """Exit status of status, mount and umount: the mount's daemon does not answer or does not end."""
+    """Exit status of `status`, `mount` and `umount`: the mount's daemon does not answer or does not end."""
     STALE = 7
-    """Exit status of status: the mount's daemon is gone."""
+    """Exit status of `kprobefs status`: the mount's daemon is gone."""
     RUN_FAILED = 125
-    """Exit status of run: the mount failed, so the command was not started."""
+    """Exit status of `kprobefs run`: the mount failed, so the command was not started."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
 
@@ -40,7 +40,7 @@ class CliError(Exception):
     def __init__(
         self, message: str, status: ExitStatus = ExitStatus.FAILURE, *, is_explained: bool = False
     ) -> None:
-        """Create the error. `is_explained`: the reason was already printed on standard error."""
+        """Create the error. `is_explained`: whether the reason was printed on standard error before."""
         super().__init__(message)
         self.status = status
         self.is_explained = is_explained
@@ -58,14 +58,14 @@ _MEMORY_LIMITS = (
     (resource.RLIMIT_AS, "-v", ADDRESS_SPACE, _KB, "kB of address space"),
     (resource.RLIMIT_DATA, "-d", DATA, _KB, "kB of data"),
 )
-"""Limits of memory: (number of the resource, option of ulimit, needed value, bytes in its unit, name)."""
+"""Limits of memory: (RLIMIT_ constant, option of ulimit, needed value, bytes per unit of it, name)."""
 _NO_THREAD = "can't start new thread"
 """Message of the RuntimeError that Python raises if it cannot start a thread."""
 _TOO_MANY = "too many processes and threads; end some, or run ulimit -u with a larger number"
 
 
 def resource_hint(error: BaseException) -> str:
-    """Return a text about the resource limit that caused an error and the remedy, or "" for other errors."""
+    """Return a text that names the resource limit behind `error`, and a remedy; "" for other errors."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         return _exceeded(os.strerror(number), _FILE_LIMITS)
@@ -105,9 +105,10 @@ def _exceeded(what: str, limits: Iterable[tuple[int, str, int, int, str]]) -> st
 
 
 def escape_for_terminal(text: str) -> str:
-    """Escape the unprintable characters of a text that may contain names from other users or programs.
+    """Return `text` with its unprintable characters escaped.
 
-    Otherwise, such characters would move the cursor or hide text.
+    The text may contain names from other users or programs, whose unprintable characters could move the
+    cursor or hide text.
     """
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
@@ -121,7 +122,7 @@ def _escape(character: str) -> str:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Convert errors of the block about the kernel image `image` to CliErrors that name the image.
+    """Convert KernelErrors and OSErrors of the `with` block to CliErrors that name the kernel image `image`.
 
     Raises: CliError.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 from kprobefs.common.errors import CliError, ExitStatus
 
 NAME = re.compile(r"debian:(?P<suite>[a-z][a-z0-9-]*)(?:/(?P<flavour>[a-z0-9]+))?$")
-"""Name of a kernel that can be fetched: DISTRIBUTION:SUITE[/FLAVOUR]."""
+"""Pattern for the name of a kernel that can be fetched: DISTRIBUTION:SUITE[/FLAVOUR]."""
 USAGE = "debian:SUITE[/FLAVOUR], for example debian:bookworm/cloud"
 FLAVOURS = {
     "amd64": ("linux-image-amd64", "amd64"),
@@ -50,7 +50,7 @@ def directory() -> Path:
 
 
 def suite_and_flavour(name: str) -> tuple[str, str]:
-    """Return the parts of a kernel's name, DISTRIBUTION:SUITE[/FLAVOUR].
+    """Return (suite, flavour) of a kernel's name DISTRIBUTION:SUITE[/FLAVOUR]; the default flavour is amd64.
 
     Raises: CliError (the name is malformed, or the flavour is unknown).
     """
@@ -102,10 +102,12 @@ class _Apt:
     """Runs apt for one suite, with its own package lists, so that the user needs no special rights."""
 
     def __init__(self, work: Path, suite: str, name: str, architecture: str) -> None:
-        """Fetch the list of the suite's packages for an architecture. Raises: CliError.
+        """Fetch the list of the suite's packages for an architecture.
 
         `work`: directory for apt's files. `name`: the kernel as the user named it, for messages.
         `architecture`: Debian's name.
+
+        Raises: CliError (apt fails, or the host's apt has no Debian archive).
         """
         self._name = name
         self._work = work
@@ -174,7 +176,7 @@ class _Apt:
 def _archive(name: str) -> str:
     """Return the URL of the archive of Debian's packages that the host's apt uses.
 
-    Raises: CliError (it uses none).
+    `name`: the kernel as the user named it, for the message. Raises: CliError (apt uses none).
     """
     for pattern in SOURCES:
         for file in sorted(Path("/etc/apt").glob(pattern)):

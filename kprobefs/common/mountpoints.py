@@ -23,7 +23,7 @@ FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
 """Name of a hidden symbolic link in the root of each mount. Its target is a word for the mount's state."""
 LOST = "lost "
-"""Start of a line of machine/power that names something that the last reboot has lost.
+"""Start of each line of machine/power about something that the last reboot has lost.
 
 The reboot command prints these lines.
 """
@@ -34,11 +34,11 @@ MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 MAX_LINKS = 40
 ANSWER_TIMEOUT = 1.2
-"""Seconds without an answer of its daemon after which a mount is reported as hung."""
+"""Seconds that a mount's daemon may take to answer before the mount is reported as hung."""
 CONTROL_TIMEOUT = 0.5
-"""Further seconds without an answer of its kernel after which a mount is reported as busy."""
+"""Further seconds that a mount's kernel may take to answer before the mount is reported as busy."""
 CPU_TIMEOUT = 5.0
-"""Further seconds for which a mount is not reported as hung while a thread of its daemon waits for a CPU."""
+"""Maximum further seconds that a daemon may take to answer if it or the asking process waits for a CPU."""
 REAP_ATTEMPTS = 10
 REAP_PAUSE = 0.005
 _SHOWN = 3
@@ -54,7 +54,7 @@ class MountState(Enum):
     BUSY = "busy"
     """The mount's daemon answers, but its kernel is busy with a long request."""
     DEBUGGED = "debugged"
-    """gdb holds the mount's kernel (machine/gdb). Only files of machine/ are served."""
+    """gdb has stopped the mount's kernel through machine/gdb. Only files of machine/ are served."""
     PANICKED = "panicked"
     """The mount's kernel has stopped for good; control files still answer."""
     HUNG = "hung"
@@ -178,7 +178,10 @@ def resolve(path: str) -> str:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return True if `path` is inside any mount of kprobefs, or below `directory`. Raises: CliError."""
+    """Return True if `path` is inside any mount of kprobefs, or is `directory` or below it.
+
+    Raises: CliError (see resolve()).
+    """
     found = resolve(path)
     return any(_is_in(found, each) for each in (directory, *(point.directory for point in our_mounts())))
 
@@ -414,7 +417,8 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
     """Prepare a directory for a mount, which the `with` block makes; unmount a killed daemon's stale mount.
 
     `make`: create a missing directory, and remove it again if the block ends in an exception. `allow_other`:
-    the mount will admit other users, so also check that /etc/fuse.conf permits this. Raises: CliError.
+    the mount will admit other users, so also check that /etc/fuse.conf permits this. Raises: CliError (the
+    directory, /dev/fuse or /etc/fuse.conf does not permit the mount).
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):

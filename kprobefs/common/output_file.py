@@ -52,7 +52,7 @@ class OutputFile:
     def stream(self) -> TextIO:
         """Delete the content of the file, and return a stream to it for a command that writes as it works.
 
-        Raises: CliError.
+        Raises: CliError (the content cannot be deleted).
         """
         try:
             self._clear()

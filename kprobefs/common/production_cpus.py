@@ -12,7 +12,8 @@ from kprobefs.common.errors import CliError, ExitStatus
 def images_and_cpus(images: Sequence[str], cpus: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield (file of a kernel, CPU or None) for each combination of the kernels and CPUs.
 
-    All CPUs are models of x86-64, so a kernel for another architecture is yielded once, without a CPU.
+    `images`: paths of the kernels' files. `cpus`: names of production CPUs; if empty, yield each kernel with
+    None. All CPUs are models of x86-64, so a kernel for another architecture is yielded once, with None.
     Raises: CliError (CPUs are given, and no kernel is for x86-64).
     """
     architectures: dict[str, str] = {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from emulated_kernel.image.kallsyms import Kallsyms
 
 _COMPARED = 4 * SHOWN
-"""Maximum number of similar names that are looked up; only names of functions are shown, at most SHOWN."""
+"""Maximum number of similar names that are looked up to find at most SHOWN names of functions."""
 _SYMBOL = lazy_pattern(r"[A-Za-z_][\w.]*")
 _PADDING = "__pfx_"
 """Prefix of the symbols that name the padding before functions."""

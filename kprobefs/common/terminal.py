@@ -37,7 +37,7 @@ KEYS = {
 }
 """Escape sequence that a key sends -> name of the key."""
 _SEQUENCE = re.compile(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~]|[^O\[])|.{16,}", re.DOTALL)
-"""Matches the complete escape sequence of a key, or 16 bytes, so that the length is limited.
+"""Matches the complete escape sequence of a key, or 16 or more bytes of a sequence that is too long.
 
 Mirrors: ECMA-48.
 """
@@ -131,7 +131,7 @@ def keyboard() -> Iterator[None]:
 def key(timeout: float) -> str:
     """Return the key that is pressed within `timeout` seconds: a character or a name in KEYS.
 
-    If no key is pressed, return "".
+    If no key is pressed, return "". At the end of the input, return "q".
     """
     if not select.select([sys.stdin], [], [], max(0.0, timeout))[0]:
         return ""

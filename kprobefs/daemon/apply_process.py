@@ -71,7 +71,7 @@ class ApplyProcess:
     def end(self) -> None:
         """Kill the process if it still runs.
 
-        If the process is blocked in a request of the mount, it ends when the mount ends.
+        If the process is blocked in a request to the mount, it ends when the mount ends.
         """
         self._process.kill()
         self._messages.close()

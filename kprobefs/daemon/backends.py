@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 
 def prepare(options: MountOptions) -> None:
-    """Boot the distribution's kernel, or convert the vmcore, if the options name one. Raises: CliError.
+    """Boot the distribution's kernel, or convert the vmcore, if the options name one.
 
-    This takes seconds, and shows the progress on a terminal. The result is cached for build_kernel().
+    This takes seconds, and shows the progress on a terminal. The result is cached for build_kernel(). Raises:
+    CliError (the file is unusable, or the boot fails).
     """
     if options.vmcore is not None:
         _convert_vmcore(options.vmcore)
@@ -51,9 +52,9 @@ def prepare(options: MountOptions) -> None:
 
 
 def build_kernel(options: MountOptions) -> Mount:
-    """Return the mount that the options describe. The current user owns the mount's files.
+    """Build the kernel that the options describe, and return its mount.
 
-    Raises: CliError.
+    The current user owns the mount's files. Raises: CliError (the kernel cannot be built).
     """
     if options.vmcore is not None:
         return _vmcore_mount(options, options.vmcore)
@@ -86,9 +87,9 @@ def _builtin_mount(options: MountOptions) -> Mount:
 
 
 def _state(options: MountOptions) -> SavedState | None:
-    """Return the saved state if the options name one, else None.
+    """Return the SavedState for the directory that option --state names, or None without this option.
 
-    Raises: CliError (another daemon uses it).
+    Raises: CliError (the directory is unusable, or another daemon uses it).
     """
     if options.state is None:
         return None
@@ -185,7 +186,7 @@ def _probed_mount(options: MountOptions) -> Mount:
 def _start_clock(options: MountOptions, tasks: LinuxTasks) -> None:
     """Make the guest's clock count the guest's instructions, if the options select the model clock.
 
-    Raises: CliError.
+    Raises: CliError (the instructions of this guest cannot be counted).
     """
     if options.machine.clock != MODEL_CLOCK:
         return
@@ -227,7 +228,7 @@ def _linux_profile(options: MountOptions, kernel: LinuxKernel) -> Profile:
 
 
 def _convert_vmcore(vmcore: str) -> None:
-    """Convert a vmcore to a snapshot in the cache, from which the mount starts."""
+    """Convert a vmcore to a snapshot in the cache, so that the mount can start from the snapshot."""
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import ensure_core_cached
 
     with explained(vmcore):

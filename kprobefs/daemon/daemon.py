@@ -33,10 +33,10 @@ READY = b"\0"
 
 
 def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
-    """Serve the mount in this process, and apply the *.probes files.
+    """Serve the mount in this process until the mount ends, and apply the *.probes files.
 
-    `build`: builder of the served kernel. `log_file`: path of the log; None: log to the standard error.
-    Raises: CliError.
+    `build` builds the served kernel. `log_file`: path of the log; None: log to the standard error. Raises:
+    CliError (the log or the mount fails).
     """
     if log_file is None:
         _start_logging(logging.INFO, STANDARD_ERROR)
@@ -49,7 +49,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
     """Start a daemon, and return when the daemon's mount answers requests.
 
-    `build`: builder of the served kernel. `log_file`: path of the log; None: a file in the runtime directory.
+    `build` builds the served kernel. `log_file`: path of the log; None: a file in the runtime directory.
     Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, log_file)
@@ -73,7 +73,7 @@ def start_as_child(
     """Start a daemon that ends with its parent; return the daemon's pid when the mount answers.
 
     When the daemon and its parent have ended, in any order and by any signal, another process calls
-    `on_orphaned`. This process calls `meanwhile` while the daemon starts.
+    `on_orphaned`. This process calls `meanwhile` while the daemon starts. `build` builds the served kernel.
     Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, None)
@@ -151,7 +151,7 @@ class DaemonStart:
     def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
         """Serve the mount, and end the process; the daemon calls this method.
 
-        `orphaned`: clean-up by another process when the daemon and its parent have ended, or None.
+        `orphaned`: clean-up that another process does when the daemon and its parent have ended; None: none.
         """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.
@@ -230,10 +230,11 @@ class DaemonStart:
         )
 
     def _notify_starter(self, message: bytes, *, keeps_log: bool = True) -> bool:
-        """Send a message to the starting process, unless an earlier one was sent.
+        """Send a message to the starting process, unless another message was sent before.
 
         `keeps_log`: if False, remove the daemon's own log before the message is sent.
-        Return False if an earlier one was sent, else True, even if the starting process is dead.
+
+        Return False if another message was sent before, else True, even if the starting process is dead.
         """
         if not self._is_notified.acquire(blocking=False):
             return False

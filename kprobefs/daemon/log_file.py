@@ -57,7 +57,7 @@ def _reason(path: str, error: OSError) -> str:
 
 
 def last_line(descriptor: int) -> str:
-    """Return the last line that is not blank of the log with this descriptor, or "" if all lines are blank.
+    """Return the last line of the open log `descriptor` that is not blank, or "" if there is none.
 
     Only the last TAIL bytes are searched.
     """

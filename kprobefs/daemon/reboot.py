@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 RETURN_HOOK = "kprobes/return_hook"
 """Path of the file that chooses the implementation of return probes."""
 PLACE = "the kernel before this one"
-"""Text that stands for the source of the definitions in messages about those that fail after a reboot."""
+"""Name of the source of the definitions, in messages about definitions that fail after a reboot."""
 
 
 class PowerFile(SteppedFile):
     """The file machine/power. Writing `reboot` replaces the kernel by a new one.
 
-    Reading returns the state of the kernel, the number of boots, and messages about losses of the last
-    reboot.
+    Reading returns the state of the kernel, the number of boots, and messages about what the last reboot has
+    lost.
     """
 
     replaces_kernel = True
@@ -104,22 +104,23 @@ class RebootableKernel:
         watch: Callable[[], ProcessWatch] = HostProcesses,
         state: SavedState | None = None,
     ) -> None:
-        """Boot the first kernel, and restore `state`, which an earlier daemon has saved.
+        """Boot the first kernel, and restore what an earlier daemon has saved in `state`.
 
-        `layout`, `owner`: directories and owner of the mount's files. `watch` is called for each kernel, and
-        returns the kernel's view of the host's processes. Raises: OSError (the error of Kernel).
+        `state`: None if nothing is saved. `layout`, `owner`: directories and owner of the mount's files.
+        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises:
+        OSError (the error of Kernel).
         """
         self._watch = watch
         self._layout = layout
         self._owner = owner
         self._boots = 1
         self._lost: list[str] = []
-        """Messages about parts of the kernel before this one that the current kernel does not have."""
+        """Messages about what the last reboot has lost: modules, definitions, settings and workloads."""
         self._state = state
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self._return_hook = self._kernel.kretprobes.hooks.return_hook
-        """Name of the default implementation of return probes. A reboot keeps another choice."""
+        """Name of the default implementation of return probes. A reboot keeps the choice of another one."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -200,7 +201,7 @@ class RebootableKernel:
     def reboot(self) -> None:
         """Replace the current kernel by a new kernel. If this fails, the current kernel stays in use.
 
-        Raises: KernelError.
+        Raises: KernelError (the new kernel could not take over).
         """
         with self._kernel.lock:
             for _ in self._reboot():

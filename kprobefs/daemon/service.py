@@ -143,7 +143,7 @@ class Service:
     """
 
     def __init__(self, options: MountOptions, build: Builder, *, applies_definitions: bool) -> None:
-        """Prepare the service.
+        """Create a service. run() calls `build` to build the kernel, and serves the mount.
 
         `applies_definitions`: whether the service applies the *.probes files. If False, the process that
         starts the daemon applies them.
@@ -163,12 +163,14 @@ class Service:
         at_killed: Callable[[], None],
         orphaned: Orphaned | None = None,
     ) -> None:
-        """Serve the mount until SIGTERM, SIGINT, SIGHUP or umount. Raises: CliError.
+        """Serve the mount until SIGTERM, SIGINT, SIGHUP or umount.
 
         Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. If the
-        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. With
-        `orphaned`, that process calls `at_killed` after an orderly end, too. When the daemon's parent has
-        also ended, it calls `orphaned.clean_up`.
+        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. If
+        `orphaned` is given, UnmountWatcher's process calls `at_killed` after an orderly end, too. That
+        process then waits for the end of the daemon's parent, and calls `orphaned.clean_up`.
+
+        Raises: CliError (the mount cannot be prepared or served).
         """
         mountpoints.check_proc()
         share_heap()

@@ -19,14 +19,14 @@ from kprobefs.common.errors import fork
 from kprobefs.common.mountpoints import CONTROL_TIMEOUT, STATE_LINK, MountState
 
 BUSY_LIMIT = 900.0
-"""Maximum seconds for which a read of the mount's state may block while the daemon counts as alive.
+"""Seconds after which the daemon counts as hanging, if a read of the mount's state is still blocked.
 
 One run of the guest may take 600 seconds.
 """
 CPU_TIMES = slice(11, 13)
 """Range of utime and stime among the fields that follow the name in /proc/PID/stat. Mirrors: proc(5)."""
 PR_SET_PDEATHSIG = 1
-"""Operation of prctl(2) that sets the signal at the parent's death. Mirrors: prctl(2)."""
+"""Operation of prctl(2) that sets the signal that a process gets when its parent dies. Mirrors: prctl(2)."""
 PIPE_SIZE = 1 << 16
 """Capacity of a pipe in bytes. One read of this size returns all unread reports. Mirrors: pipe(7)."""
 
@@ -69,7 +69,11 @@ class ServiceWatchdog:
     """
 
     def __init__(self, directory: str, interval: float) -> None:
-        """Fork the child, which waits for start(). `interval` is in seconds. Raises: CliError."""
+        """Fork the child, which waits for start().
+
+        `interval`: seconds between two reads of the mount's state. Raises: CliError (no process can be
+        created).
+        """
         start, self._start = os.pipe()
         self.descriptor, answers = os.pipe()
         self.pid = fork()
@@ -79,7 +83,7 @@ class ServiceWatchdog:
         os.close(answers)
 
     def start(self) -> None:
-        """Start the child's requests to the mount, which must already answer."""
+        """Let the child begin its requests to the mount. The mount must already answer requests."""
         os.close(self._start)
 
     def answer(self) -> str:
@@ -121,7 +125,7 @@ class _Condition:
     def ask(self) -> str:
         """Read the mount's state again, store it in `told`, and return it. Also update `is_alive`.
 
-        If the state is not read within CONTROL_TIMEOUT seconds, it is MountState.BUSY.
+        If the state is not read within CONTROL_TIMEOUT seconds, store and return MountState.BUSY.
         """
         if not self._asking.is_alive():
             self._asking = threading.Thread(target=self._read, daemon=True)

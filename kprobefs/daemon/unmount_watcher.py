@@ -20,7 +20,7 @@ MESSAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Orphaned:
-    """The clean-up that UnmountWatcher's child does when the daemon and its parent have ended.
+    """A clean-up for UnmountWatcher's child to do when both the daemon and the daemon's parent have ended.
 
     The two may end in any order and by any signal.
     """
@@ -47,7 +47,7 @@ class UnmountWatcher:
         `orphaned`: clean-up after the end of the daemon's parent; None: no clean-up. If it is None, end()
         kills the child, so the child calls `at_killed` only if the daemon was killed. Otherwise, the child
         calls `at_killed` after an orderly end, too.
-        Raises: CliError.
+        Raises: CliError (no process can be created).
         """
         self._orphaned = orphaned
         daemon = os.pidfd_open(os.getpid())

@@ -58,7 +58,9 @@ class Text:
 
     text: str
     is_shown: bool = True
-    """Whether messages may show lines of the file: all users can read it, or its path has no symbolic link.
+    """Whether messages may show lines of the file.
+
+    True if all users can read the file, or if its path has no symbolic link.
 
     Through a link, another user could make this program show a file that only its user can read.
     """

@@ -44,7 +44,7 @@ DYNAMIC_EVENTS = "dynamic_events"
 TRIAL = "kprobefs_trial"
 """Name of an event that exists while a new definition of another event is tried."""
 SPELLINGS = {"key": "keys", "val": "vals", "values": "vals", "NOHC": "nohitcount"}
-"""Name of an attribute of a histogram's command -> the name that the kernel shows."""
+"""Other name of a hist trigger's parameter -> the name that the kernel shows."""
 LAGGING_FILES = ("enable", "optimized")
 """Names of files that show the current state, which may lag behind the value that was written."""
 
@@ -55,7 +55,8 @@ class DefinitionError(Exception):
     def __init__(self, message: str, cursor: int | None = None, number: int | None = None) -> None:
         """Create the error.
 
-        `cursor`: index in the line that the kernel's error_log marks, or None. `number`: errno, if known.
+        `cursor`: index in the line at which the kernel's error_log marks the error; None: it marks nothing.
+        `number`: errno, or None if unknown.
         """
         super().__init__(message)
         self.cursor = cursor
@@ -70,7 +71,7 @@ class Loader:
 
         `is_new`: whether the kernel has no dynamic events yet, and each definition is a line that
         dynamic_events showed. If False, definitions may exist already.
-        Raises: CliError (there is no tracefs), DefinitionError.
+        Raises: CliError (there is no tracefs), DefinitionError (error_log cannot be read).
         """
         self._files = files
         self._is_new = is_new
@@ -183,7 +184,8 @@ class Loader:
     def _try(self, text: str, event: str) -> None:
         """Test the definition `text` of an event under another name, which is then removed.
 
-        If there is no space for another event, return without a test. Raises: DefinitionError.
+        If there is no space for another event, return without a test. Raises: DefinitionError (the kernel
+        refuses the definition).
         """
         found = DEFINITION.match(text)
         assert found is not None
@@ -375,7 +377,7 @@ class _ExistingDefinitions:
     def __init__(self, lines: Iterable[str]) -> None:
         self.events: set[str] = set()
         self._counts: dict[tuple[str, str, str], set[str]] = {}
-        """(kind, event, rest) of definitions -> the value of maxactive of each of them.
+        """(kind, event, rest) of a definition -> the values of maxactive of all definitions with this key.
 
         Each definition is also under a key with "" as the event, to find it for a new line that names no
         event.
@@ -401,8 +403,8 @@ class _ExistingDefinitions:
     def is_unsure(self, wanted: Definition) -> bool:
         """Return True if dynamic_events must be read again to know whether the definition `wanted` exists.
 
-        If a new definition has no name or no maxactive, the kernel chooses one. It may be the one in
-        `wanted`.
+        If a new definition has no name or no maxactive, the kernel chooses a value. It may be the value that
+        `wanted` has.
         """
         return (bool(wanted.event) and "" in self.events) or (
             bool(wanted.count) and "" in self._of(wanted, wanted.event)
@@ -496,7 +498,7 @@ class _Trigger:
 
 
 def _canonical(part: str) -> str:
-    """Return a part of a histogram's command in the same spelling for all parts with the same meaning."""
+    """Return the normal spelling of a part of a hist trigger: one spelling for all parts with one meaning."""
     name, equals, value = part.partition("=")
     name = SPELLINGS.get(name, name)
     match name:
@@ -511,7 +513,7 @@ def _canonical(part: str) -> str:
 
 
 def _makes_others(trigger: str) -> bool:
-    """Return True if the kernel may create triggers of other events for `trigger`.
+    """Return True if the kernel may create triggers on other events when `trigger` is set.
 
     It does so for a histogram with actions, to record the fields that the actions use.
     """

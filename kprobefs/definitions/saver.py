@@ -100,7 +100,7 @@ REFUSED_FILTER = lazy_pattern(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
 def saved(files: Files, default_maxactive: Callable[[], int]) -> Iterator[str]:
     """Yield the lines that give a new mount the definitions and settings of `files`.
 
-    `default_maxactive`: see saved_in_steps(). Raises: CliError.
+    `default_maxactive`: see saved_in_steps(). Raises: CliError (there is no tracefs).
     """
     return filter(None, saved_in_steps(files, default_maxactive))
 
@@ -108,13 +108,15 @@ def saved(files: Files, default_maxactive: Callable[[], int]) -> Iterator[str]:
 def saved_in_steps(
     files: Files, default_maxactive: Callable[[], int], probes: Iterable[ProbeSwitches] | None = None
 ) -> Iterator[str]:
-    """Yield the lines that give a new mount the definitions and settings of `files`, and PAUSE between them.
+    """Yield the lines that give a new mount the definitions and settings of `files`.
+
+    Also yield PAUSE wherever the control lock may be released for a moment.
 
     Definitions and settings that a new mount has anyway are left out. Lines that switch something on come
     last. `default_maxactive` returns the maxactive that the kernel chooses; it is called only if a definition
     contains a maxactive. `probes`: switches of the probes, sorted by name; None: read them from the files in
     kprobes/stats, of which there may be thousands.
-    Raises: CliError.
+    Raises: CliError (there is no tracefs).
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}
@@ -220,9 +222,9 @@ class _Array:
     def switches(self, *, is_instance: bool) -> Iterator[str]:
         """Yield lines that set the tracer, the options, the enabled events, and the commands of functions.
 
-        `is_instance`: whether the array is that of an instance. If so, all its options are saved, because a
-        new instance gets those of the top-level array, and `tracing_on = 1` if it records. Of the top-level
-        array, only options that differ from the defaults are saved.
+        `is_instance`: whether the array is that of an instance. If True, yield all options, because a new
+        instance gets the options of the top-level array. Also yield `tracing_on = 1` if the instance records.
+        If False, yield only options that differ from the defaults.
         """
         for value in self.lines("current_tracer"):
             if value not in DEFAULTS["current_tracer"]:
@@ -260,7 +262,7 @@ def _is_default(word: str) -> bool:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeSwitches] | None
 ) -> Iterator[str]:
-    """Yield lines that set the switches of single probes, if they differ from the switches of their events.
+    """Yield lines that set a probe's switches, if they differ from the switches of the probe's event.
 
     These lines come after the switches of events, because switching an event switches its probes.
     """
@@ -298,7 +300,7 @@ def _read_probes(files: Files) -> Iterator[ProbeSwitches]:
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:
-    """Yield lines that set the options of all tracers except the current one, which trace_options omits.
+    """Yield lines that set the options that trace_options omits: those of all tracers but the current one.
 
     All trace arrays share these options.
     """

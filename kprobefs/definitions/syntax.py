@@ -87,7 +87,10 @@ class Line:
     """Number of the line in the file, from 1; 0 if the line does not come from a file."""
     text: str
     typed: str = ""
-    """Text that error messages show in place of `text`, or "" if the user has written the whole line."""
+    """What the user typed, if `text` was made from it, else "".
+
+    Error messages show this in place of `text`.
+    """
 
 
 def read_lines(path: str, text: str) -> Iterator[Line]:
@@ -151,7 +154,10 @@ def is_definition(text: str) -> bool:
 
 
 def advice(text: str) -> str:
-    """Return advice about a line that defines a probe without a place or at a source line, else ""."""
+    """Return advice about a line that defines a probe without a place, or at a line of a source file.
+
+    Return "" for any other line.
+    """
     if found := _SOURCE_LINE.match(text):
         return f"a source line is no place; `kprobefs explain {found['place']}` gives the offset"
     found = _NO_PLACE.match(text)
@@ -333,9 +339,9 @@ def unescaped(word: str) -> str:
 
 
 def word_column(text: str, number: int) -> int:
-    """Return the column in which a word of a line begins; the end of the line if there is no such word.
+    """Return the index in `text` at which the word with the index `number` begins.
 
-    `number`: index of the word, from 0 on.
+    If there is no such word, return the length of `text`.
     """
     starts = [found.start() for found in re.finditer(r"\S+", text)]
     return starts[number] if number < len(starts) else len(text)

@@ -1,4 +1,4 @@
-"""Files: access to the files of a tracefs, to apply and save definitions, by a mount or inside the daemon.
+"""Files: access to a tracefs, through a mount or inside the daemon, to apply and save definitions.
 
 Names are relative to the mount's root. Text has surrogates for bytes that are not UTF-8.
 """
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
 
 OUTSIDE = ("kprobes", "sysctl")
-"""Names of directories outside of the tracefs whose files a definition may name."""
+"""Names of directories outside of the tracefs. Definition files may name the files in them, too."""
 READ_SIZE = 1 << 16
 """Number of bytes that one read requests."""
 
 
 def control_root(directory: str) -> Path:
-    """Return the directory of a mount that contains kprobes/, machine/ and sysctl/."""
+    """Return the directory that contains kprobes/, machine/ and sysctl/ in the mount on `directory`."""
     unlisted = Path(directory, CONTROL)
     return unlisted if unlisted.is_dir() else Path(directory)
 
@@ -40,7 +40,7 @@ class Files(ABC):
 
     @abstractmethod
     def read(self, name: str) -> str:
-        """Return the content of the file `name`, by few requests, because each request may hit a probe."""
+        """Return the content of the file `name`. Make few requests, because each of them may hit a probe."""
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:

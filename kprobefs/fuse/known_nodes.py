@@ -81,7 +81,7 @@ class Names(Protocol):
 
 
 class Node(NamedTuple):
-    """A node of a control file, which the host's kernel knows by its id."""
+    """The FUSE node of a control file. The host's kernel names the node by its id."""
 
     path: str
     id: int
@@ -115,8 +115,8 @@ def attr_bytes(attributes: Stat) -> bytes:
 class KnownNodes:
     """The nodes of control files that the host's kernel has looked up, by id, and by directory and name.
 
-    libfuse counts the LOOKUPs of a node to which libfuse has replied. A FORGET contains the number of all
-    LOOKUPs of the node. So the LOOKUPs to which kprobefs has replied itself are subtracted before libfuse
+    For each node, libfuse counts the LOOKUPs to which libfuse has replied. A FORGET contains the number of
+    all LOOKUPs of the node. So the LOOKUPs to which kprobefs has replied itself are subtracted before libfuse
     gets the FORGET.
     Replaces: libfuse's replies to LOOKUP, GETATTR and OPEN of control files. This saves two thirds of the
     time of an open, read and close by path.
@@ -125,7 +125,8 @@ class KnownNodes:
     def __init__(self, names: Names, *, may_last: bool) -> None:
         """Start with only the node of the root.
 
-        `may_last`: names may get a validity if the host's kernel can expire them; False: no name gets one.
+        `may_last`: whether names may get a validity. Even if True, the host's kernel must be able to expire
+        them.
 
         `names`: the mount, which answers questions about paths.
         """
@@ -135,7 +136,7 @@ class KnownNodes:
         self._lock = threading.Lock()
         """Lock around each change of the maps, and around sending a reply to a LOOKUP.
 
-        A FORGET of the node waits until the maps are changed and the reply is sent.
+        So a FORGET of a node waits until the maps are changed and the reply to the node's LOOKUP is sent.
         """
         self.by_id: dict[int, Node] = {FUSE_ROOT_ID: Node("", FUSE_ROOT_ID, 0)}
         self.by_name: dict[_Key, Node] = {}
@@ -149,7 +150,7 @@ class KnownNodes:
         self.lets_names_last = False
         """Whether names of control files may get a validity.
 
-        The attributes of a file whose name has one get none.
+        If a file's name has a validity, the file's attributes get none.
         """
         self._lasting: dict[_Key, tuple[float, str]] = {}
         """(node id of a directory, name) -> (end of the name's validity, path), for names with a validity.
@@ -159,17 +160,17 @@ class KnownNodes:
         self.ends = 0
         """Number of calls of end_names() so far."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Function that returns a context manager, in whose block this thread may wait.
+        """Function that returns a context manager, in whose block the calling thread may wait.
 
-        Meanwhile, another thread reads requests.
+        If possible, another thread reads requests meanwhile.
         """
 
     def initialise(self, request: bytearray) -> None:
         """Set `lets_names_last` from the INIT request `request`.
 
-        It becomes True if the constructor's `may_last` was True and the host's kernel has FUSE_EXPIRE_ONLY. A
-        notification with this flag makes the kernel look a name up again, and keep the directory that is
-        cached under the name.
+        It becomes True if the constructor's `may_last` was True and the host's kernel supports
+        FUSE_EXPIRE_ONLY. This flag of a notification makes the kernel look a name up again, but keep the
+        directory that is cached under the name.
         """
         flags, more = INIT_IN.unpack_from(request, IN_HEADER.size)
         can_expire = bool(flags & FUSE_INIT_EXT and more & FUSE_HAS_EXPIRE_ONLY)
@@ -196,7 +197,7 @@ class KnownNodes:
         `directory` is the node id of the directory in which `name` was looked up, and `path` is the path of
         the file. `ends` is the number of calls of end_names() when the request came. `may_last`: whether the
         name may get a validity of NAME_VALIDITY seconds.
-        Raises: OSError (not sent).
+        Raises: OSError (the reply cannot be sent).
         """
         if len(reply) != ENTRY_OUT.size + OUT_HEADER.size + ATTR.size:
             os.write(self.device, reply)
@@ -280,7 +281,7 @@ class KnownNodes:
         """Drop the nodes of the directory `name` and of its descendants, before a client's rmdir(2).
 
         `directory`: node id of the parent directory. If the rmdir(2) fails, the host's kernel keeps the
-        names. Their ids stay in `removed` until the next LOOKUP or FORGET.
+        names. The ids of the dropped nodes stay in `removed` until a node's next LOOKUP or FORGET.
         """
         with self._lock:
             node = self.by_name.get((directory, name))

@@ -130,7 +130,10 @@ _BY_ADDRESS = {
     "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
     "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
 }
-"""Name of an operation -> its prototype with plain addresses, for which ctypes creates no objects."""
+"""Name of an operation -> its C prototype, with pointers to structures as plain numbers.
+
+ctypes then creates no objects for them.
+"""
 
 
 class FuseOperations(ctypes.Structure):
@@ -311,7 +314,11 @@ class Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
-        """Set the poll mask of an open file, and keep the poll handle to notify the client later."""
+        """Set the mask to the events for which an open file is ready, and return 0.
+
+        `mask`: pointer to the mask of poll(2) events. `handle`: libfuse's poll handle, which is kept to
+        notify the client later; None: the client wants no notification.
+        """
         del path
         mask[0] = self.operations.poll(file_info.contents, handle)
         return 0

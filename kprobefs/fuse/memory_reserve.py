@@ -68,7 +68,7 @@ def share_heap() -> None:
 
 
 class MemoryReserve:
-    """Pieces of malloc(3)'s heap that are freed for the use of requests when the host has no memory."""
+    """Pieces of malloc(3)'s heap that are kept, and are freed for requests when the host has no memory."""
 
     def __init__(self) -> None:
         self._libc = ctypes.PyDLL(None)
@@ -83,7 +83,7 @@ class MemoryReserve:
         self._lock = threading.Lock()
         """Lock around changes of the pieces, because all worker threads call check()."""
         self.is_scarce = False
-        """Whether the host had no free memory at the last check."""
+        """Whether the host is short of memory: the last check failed, or give_back() was called after it."""
         self.is_spent = False
         """Whether less than FLOOR bytes were free at the last check, because open files use the reserve."""
 
@@ -154,7 +154,7 @@ class MemoryReserve:
 
 
 def _ends(line: bytes) -> bool:
-    """Return True if a line that is written to a control file only removes something, and needs no memory.
+    """Return True if a write of `line` to a control file only removes something, and so needs no memory.
 
     Such a line deletes an event (`-:EVENT`), or each of its words before ` if ` begins with `!`. These words
     remove functions, events or a trigger.

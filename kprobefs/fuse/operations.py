@@ -119,7 +119,7 @@ class Server:
 
         `ready` is called when the directory is mounted. Requests wait until `ready` returns. The caller must
         already have installed its signal handlers, because libfuse replaces those that are the default.
-        Raises: CliError.
+        Raises: CliError (FUSE refused the mount).
         """
         self._operations.ready = ready
         # entry_timeout: the directory of a deleted event has to be gone at the next lookup.
@@ -153,7 +153,7 @@ class Server:
             raise CliError(f"{directory}: FUSE refused the mount", is_explained=True) from error
 
     def _run(self, session: int) -> None:
-        """Answer the requests of a struct fuse_session, given by address, until it ends."""
+        """Answer the requests of the struct fuse_session at the address `session` until the session ends."""
         operations = self._operations
         nodes: KnownNodes | None = None
         if self._options.is_ordered:
@@ -214,8 +214,8 @@ class _AttributesFor(threading.local):
     def take_client(self) -> Callable[[], Client] | None:
         """Return a function that returns the client of this getattr.
 
-        Return None if the guest must not repeat this getattr. The guest may repeat the next one in this
-        thread.
+        Return None if the guest must not repeat this getattr. In both cases, the guest may repeat the next
+        getattr in this thread.
         """
         has_client = self._has_client
         self._has_client = True
@@ -249,9 +249,10 @@ class _Operations:
         self._pollers = libfuse.PollHandles()
         self.ready: Callable[[], None] = _not_served
         self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
-        """Function that returns a context manager, in whose block this thread may wait.
+        """Function that returns a context manager, in whose block the calling thread may wait.
 
-        Meanwhile, another thread reads requests.
+        Meanwhile, another thread reads requests. The `with` statement gets the number of threads that wait in
+        this way, including the calling thread.
         """
         self.follows_processes = True
         """Whether forks and exits of host processes are repeated in the guest while a client waits."""

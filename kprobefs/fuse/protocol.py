@@ -86,7 +86,7 @@ INIT_OUT_MAX_PAGES_OFFSET = 44
 INIT_REPLY_SIZE = 80
 """Size in bytes of a reply with a struct fuse_init_out. libfuse 2 sends the first 40 bytes."""
 FIRST_WORD = struct.Struct("=I")
-"""Layout of the first word after the header of a request: getattr_flags or valid."""
+"""Layout of the first word after the header of a request: getattr_flags (GETATTR) or valid (SETATTR)."""
 HANDLE_FLAGS = {FUSE_GETATTR: 1, FUSE_SETATTR: 1 << 6, FUSE_READLINK: 0, FUSE_OPEN: 0, FUSE_OPENDIR: 0}
 """Opcode of a request for a node -> bit that is set in the first word if the request has a file handle.
 

@@ -6,7 +6,7 @@ import os
 import threading
 
 BUSY = 0.01
-"""Seconds for which a thread may answer one request until another thread reads the next one."""
+"""Seconds after which another thread reads the next request, if a thread is still answering one."""
 LOOK = 256
 """Number of requests of a thread between two looks at the host's load; a power of two.
 
@@ -70,7 +70,7 @@ class ReadTurns:
             self.reader = reader
 
     def look_at_load(self) -> None:
-        """Check the host's load. If the host is busy, let all threads read; else only that with the turn."""
+        """Check the host's load: if it is high, let all threads read, else only the one with the turn."""
         self.is_shared = os.getloadavg()[0] > CPUS
         if self.is_shared:
             self._wake.set()
@@ -92,8 +92,8 @@ class ReadTurns:
         """Return True if the successor takes the turn now.
 
         That is so if the turn is free, if all threads read, or if the thread with the turn is busy with one
-        request for BUSY seconds. Otherwise, return False after BUSY seconds, or after the next request if
-        none has arrived meanwhile.
+        request for BUSY seconds. Otherwise, wait BUSY seconds, and then for the next request if none has
+        arrived. Then return False.
         """
         self._wake.clear()
         reader = self.reader

@@ -113,7 +113,7 @@ class ReplyChannels:
         records the nodes of control files. If `nodes` is None, no node is recorded.
         """
         self.channel: int = library.fuse_session_next_chan(session, None)
-        """The channel of the session itself, which sends replies unchanged."""
+        """The session's own channel, through which replies are sent unchanged."""
         self.device: int = library.fuse_chan_fd(self.channel)
         self.request_size: int = library.fuse_chan_bufsize(self.channel)
         """Maximum size of a request in bytes."""
@@ -215,7 +215,7 @@ class ReplyChannels:
         return path is not None
 
     def _send(self, reply: bytearray) -> None:
-        """Send a reply of libfuse to the host's kernel. Raises: OSError (not sent).
+        """Send a reply of libfuse to the host's kernel. Raises: OSError (it cannot be sent).
 
         If the reply is for a LOOKUP of a control file, also record the node that the reply contains.
         """
@@ -282,10 +282,10 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Give the attributes in a reply no validity, and the name of a looked-up directory a validity.
+        """Let the name of a looked-up directory stay valid, but not its attributes.
 
-        The reply to a LOOKUP of another file stays unchanged. Without a validity of the attributes, each
-        stat(2) is still a request. Record the directory's node id.
+        The attributes in a reply to GETATTR do not stay valid, either. So each stat(2) is still a request.
+        The directory's node id is recorded. The reply to a LOOKUP of another file stays unchanged.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)

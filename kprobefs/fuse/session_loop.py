@@ -192,7 +192,7 @@ class AtOnce(NamedTuple):
 
 
 class SessionLoop:
-    """The loop that reads requests from /dev/fuse; several threads may run it, which read in turns.
+    """The loop that reads requests from /dev/fuse. Several threads may run it; they read in turn.
 
     The loop itself answers READ, RELEASE, and WRITE of files whose writes read no host files. It also answers
     LOOKUP, GETATTR and OPEN of control files with known nodes, and OPEN of files in `OwnPaths`. It passes all
@@ -287,8 +287,9 @@ class SessionLoop:
     def is_client_killed(self, thread: int) -> bool:
         """Return True if the client of the request that a thread of this loop answers has been killed.
 
-        `thread` is the thread's threading.get_ident(); any thread may call this method. The host may have no
-        process of the client any more, because the client got the reply to its WRITE.
+        `thread` is the thread's threading.get_ident(); any thread may call this method. Also return True
+        after the killed client got an early reply to its WRITE: the host may then have no process of the
+        client any more.
         """
         state = self._states.get(thread)
         if state is None or not state.is_serving:

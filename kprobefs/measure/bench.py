@@ -85,7 +85,11 @@ ELSEWHERE = (
     ("Xeon E5410 2.33 GHz, x86-64 (jump optimization, 2009)", 910, 400, 60),
     ("Linux 6.1 under QEMU TCG, empty handler", 1189, None, 164),
 )
-"""Published nanoseconds per kprobe hit. Each row: machine and source; stepped, boosted, optimized."""
+"""Published nanoseconds per kprobe hit.
+
+Each row: machine and source, then the figures of a stepped, a boosted and an optimized kprobe. None: not
+published.
+"""
 RISCV_ELSEWHERE = "RISC-V under gem5 (optprobes, 2023): by a jump over 5 times as fast as by ebreak"
 RETURNS_ELSEWHERE = (
     ("Pentium M 1600 MHz, Linux 2.6.21 (djprobe, 2007)", 718, 405, 211),
@@ -95,7 +99,11 @@ RETURNS_ELSEWHERE = (
     ("Pentium M 1495 MHz (documentation, 2010)", 920, None, None),
     ("Opteron 246 1994 MHz, x86-64 (documentation, 2010)", 800, None, None),
 )
-"""Published nanoseconds per kretprobe hit. Each row: machine and source; stepped, boosted, optimized."""
+"""Published nanoseconds per kretprobe hit.
+
+Each row: machine and source, then the figures with a stepped, a boosted and an optimized probe at the entry.
+None: not published.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,13 +127,19 @@ class HitFigure:
     case: HitCase
     probed: tuple[float, ...]
     net: tuple[float, ...]
-    """Nanoseconds that the probe adds to a call, compared with the unprobed rounds before and after."""
+    """Nanoseconds that the probe adds to a call, one sample per round.
+
+    They are compared with the median of the unprobed rounds before and after.
+    """
     traps: float
     """Number of breakpoints and debug traps per hit."""
     instructions: float
     """Number of guest instructions that the probe adds to a call, breakpoints included."""
     detour: int | None = None
-    """Size in bytes of the detour buffer with any compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer, including a compiled handler.
+
+    None if the probe is not optimized.
+    """
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -180,7 +194,7 @@ def meanings(texts: Mapping[str, str], found: Collection[str]) -> Iterator[str]:
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Return the least and the greatest sample, and the first and the last decile, for a JSON report."""
+    """Return a map for a JSON report: the samples' extremes `min` and `max`, and deciles `p10` and `p90`."""
     deciles = {"p10": quantile(samples, 1), "p90": quantile(samples, 9)}
     return {"min": min(samples), **deciles, "max": max(samples)}
 
@@ -229,9 +243,9 @@ def cases(arch: str, profile: str | None = None) -> list[HitCase]:
 
 
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
-    """Measure a case in a new kernel, with `hits` calls a round.
+    """Measure a case in a new kernel, with `hits` calls a round and `rounds` rounds that are counted.
 
-    The first round is not counted, because it warms up the emulator.
+    A first round is not counted, because it warms up the emulator.
     """
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, run_budget=60)
@@ -318,7 +332,10 @@ def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
-    """Return a function that calls FUNCTION `hits` times in the guest, and returns nanoseconds per call."""
+    """Return a function that calls FUNCTION `hits` times in the guest.
+
+    The function returns the nanoseconds of host CPU time per call.
+    """
     code, begin = loop_of_calls(kernel, hits)
 
     def run() -> float:
@@ -541,7 +558,10 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
 
 
 def cost(figure: float) -> str:
-    """Return `figure`, a number of nanoseconds, as text: six characters, one decimal place below 1000."""
+    """Return a number of nanoseconds as text of at least six characters.
+
+    The text has one decimal place if the number is below 1000, and none otherwise.
+    """
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 

@@ -50,7 +50,7 @@ ELSEWHERE = {
     (RETURNING, BOOSTED): 558,
     (RETURNING, OPTIMIZED): 312,
 }
-"""Handler and mode -> published nanoseconds per hit on a Core Duo at 1667 MHz, with an SMP kernel."""
+"""(Handler, mode) -> published nanoseconds per hit on a Core Duo at 1667 MHz, with an SMP kernel."""
 _TURNS_OF_A_ROUND = 4
 """Number of turns that each CPU has in a round."""
 
@@ -82,7 +82,10 @@ class CpusFigure:
     """
 
     detour: int | None = None
-    """Size in bytes of the detour buffer with any compiled handler; None if the probe is not optimized."""
+    """Size in bytes of the detour buffer, including a compiled handler.
+
+    None if the probe is not optimized.
+    """
 
     @property
     def median(self) -> float:
@@ -122,7 +125,10 @@ def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[Cp
 
 
 def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
-    """Measure a case in a new kernel: rounds without the probe and with it, in which the CPUs take turns."""
+    """Measure a case in a new kernel: `rounds` rounds without the probe, and then as many with it.
+
+    In each round, the CPUs take turns; together they make about `hits` calls. A first round is not counted.
+    """
     profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
     with Kernel(config, profile=profile) as kernel:

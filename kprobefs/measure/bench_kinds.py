@@ -1,4 +1,7 @@
-"""`kprobefs bench kinds`: the time of a hit of kprobes, jprobes, return probes and pairs, by profile."""
+"""`kprobefs bench kinds`: the time of a hit, by profile, of kprobes, jprobes, return probes and pairs.
+
+A pair is a return probe and one of the others on the same function.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from kprobefs.measure.bench import FUNCTION, NOISE, caller, measured, notes, spr
 KINDS = ("k", "j", "r", "kr", "jr", "c", "cr")
 """Kinds of probes in section 6 of "Kernel Probes" (2010), with a letter for each probe; see LEGEND.
 
-The last two kinds are not in the source: their jprobe has a handler in guest code in place of a mirror
+The last two kinds are not in the paper: their jprobe has a handler in guest code in place of a mirror
 function.
 """
 TITLES = {"c": "jc", "cr": "jcr"}
@@ -52,7 +55,10 @@ class KindCase:
 
 @dataclass(frozen=True)
 class KindFigure:
-    """Result of a KindCase: microseconds of host CPU time that the probes add to a call, by round."""
+    """Result of a KindCase.
+
+    `net`: microseconds of host CPU time that the probes add to a call, one sample per round.
+    """
 
     case: KindCase
     net: tuple[float, ...]
@@ -86,7 +92,10 @@ def cases(arch: str) -> list[KindCase]:
 
 
 def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
-    """Measure a case in a new kernel. The first probed round is not counted: it warms up the emulator."""
+    """Measure a case in a new kernel, with `hits` calls a round and `rounds` rounds that are counted.
+
+    A first round is not counted, because it warms up the emulator.
+    """
     config = MachineConfig(arch=case.arch, run_budget=60)
     with Kernel(config, profile=BUILT[case.profile]) as kernel:
         run = caller(kernel, hits)

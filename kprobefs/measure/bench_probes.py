@@ -77,7 +77,7 @@ def probes(arch: str, count: int, rounds: int, profile: str | None = None, *, as
 
 
 def many_probes(arch: str, count: int, rounds: int, profile: str | None = None) -> ManyProbes:
-    """Measure probes on the first `count` instructions that can be probed.
+    """Measure probes on the first `count` instructions that can be probed; arm all of them `rounds` times.
 
     `profile` is a preset's name, or None for the default.
     """

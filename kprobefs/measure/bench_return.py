@@ -1,4 +1,4 @@
-"""`kprobefs bench return`: the time that a hooked return takes with a shadow stack, many tasks and CPUs."""
+"""`kprobefs bench return`: the time of a hooked return, by shadow stack, mode, tasks and CPUs."""
 
 from __future__ import annotations
 
@@ -108,9 +108,15 @@ class ReturnFigure:
     None if the host handles the hit, and on RISC-V, whose CPUs have no trap flag for counting.
     """
     locked: float | None
-    """Guest instructions of a call that run while a lock is held; None if `instructions` is None."""
+    """Guest instructions per call that run while any CPU holds a lock of the shadow stack.
+
+    None if `instructions` is None.
+    """
     detour: int | None = None
-    """Size in bytes of the entry probe's detour buffer with any compiled handler; None if there is none."""
+    """Size in bytes of the entry probe's detour buffer, including a compiled handler.
+
+    None if there is no such buffer.
+    """
 
     @property
     def median(self) -> float:
@@ -169,9 +175,10 @@ def _built(case: ReturnCase) -> Profile:
 
 
 def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
-    """Measure a case in a new kernel, in turns with and without the probe.
+    """Measure a case in a new kernel, alternately without the probe and with it.
 
-    The first round is not counted: it warms up the emulator.
+    `rounds` of each are counted, with `hits` calls a round (a quarter of them in slow modes). A first round
+    is not counted: it warms up the emulator.
     """
     config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
     if case.mode in SLOW:

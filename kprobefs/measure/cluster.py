@@ -1,4 +1,4 @@
-"""Work on a Dask cluster: calls of a function on other machines. A call is repeated if its worker is lost."""
+"""Calls of a function on the machines of a Dask cluster. A call is repeated if its worker is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_on_cluster(
     `address`: address of the scheduler. Yield (index of the arguments, result) in the order in which the
     calls end. If a worker is lost, other workers repeat its calls. `packages`: names of packages whose code
     must be the same on all workers.
-    Raises: CliError (no scheduler, other code, a failed call).
+    Raises: CliError (Dask is missing, no scheduler answers, a worker has other code, or a call fails).
     """
     check_installed()
     distributed: Any = import_module("distributed")

@@ -31,9 +31,9 @@ class InstructionCounts:
 
 
 def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> InstructionCounts:
-    """Count the guest instructions per call of `function`, with a task for each CPU.
+    """Count the guest instructions per call of `function`, with a task for each of the first `cpus` CPUs.
 
-    The order of turns is reproducible.
+    Each CPU makes `calls` calls. The random order of turns is the same in each run.
     """
     address = kernel.image.kallsyms.lookup_name(function)
     assert address is not None

@@ -45,7 +45,7 @@ _PIECE = 1 << 14
 Reasons = Counter[RejectReason | Tactics | None]
 """Reason why a probe is not optimized, tactics that its jump needs, or None -> number of instructions.
 
-The number for None is that of the instructions that Linux's rule lets a jump replace.
+None: Linux's rule lets a jump be written at the instruction. Tactics relax this rule.
 """
 
 
@@ -61,9 +61,9 @@ class Coverage:
     symbols: list[tuple[Symbol, Reasons]] = field(default_factory=list)
     """Functions of the subject, each with its counts of instructions by reason."""
     pairs: int | None = None
-    """Number of optimizable instructions as the policy's authors count; None if they count as kprobefs does.
+    """Number of optimizable instructions as the RISC-V patch counts them; None under other policies.
 
-    Only the authors of the RISC-V patch ("Add OPTPROBES feature on RISCV") count in another way.
+    The authors of the patch ("Add OPTPROBES feature on RISCV") count in another way than kprobefs.
     """
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
@@ -88,7 +88,7 @@ class Coverage:
 
     @property
     def sections(self) -> dict[str, Reasons]:
-        """Section of the text -> counts of the section's functions, the largest section first."""
+        """Name of a text section -> counts of the section's functions, the largest section first."""
         found: dict[str, Reasons] = {}
         for symbol, reasons in self.symbols:
             found.setdefault(self.subject.section(symbol.address), Counter()).update(reasons)
@@ -105,12 +105,15 @@ class Source:
     vmcore: str | None = None
     cpu: str | None = None
     pattern: str | None = None
-    """Pattern of a shell for the names of the functions to count; None: count all functions."""
+    """Shell pattern for the names of the functions to count; None: count all functions."""
     kprobes: str = KPROBES[0]
     """Value of --kprobes: "kprobefs", or "kernel" for the own kprobes of a distribution's kernel."""
 
     def group(self) -> list[Subject]:
-        """Read the kernels that the options name, and return them as subjects. Raises: CliError."""
+        """Read the kernels that the options name, and return them as subjects.
+
+        Raises: CliError (a kernel cannot be read, or no function's name matches `pattern`).
+        """
         if self.pattern == "":
             raise CliError("--function: the pattern is empty; give a name, or one as tcp_*", ExitStatus.USAGE)
         group = self._read()
@@ -244,7 +247,7 @@ class FunctionCounter:
     def count(
         self, run: Run, progress: Progress | None = None, file: ResultsFile | None = None
     ) -> Iterator[list[Counting]]:
-        """Yield the counts of all functions, in their order.
+        """Yield, for each function in order, its counts in each kernel.
 
         `run` counts pieces. `progress`: bar that shows the finished pieces, or None. `file`: results file
         whose pieces are not counted again, or None.
@@ -301,7 +304,11 @@ class FunctionCounter:
         return run
 
     def on_cluster(self, scheduler: str, names: _Names) -> Run:
-        """Return a function that counts pieces on a Dask cluster, whose workers read the same kernels."""
+        """Return a function that counts pieces on a Dask cluster, whose workers read the same kernels.
+
+        `scheduler`: address of the cluster's scheduler. `names`: arguments from which a worker makes its
+        counter.
+        """
 
         def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
             arguments = [(names, self.digest, number) for number in numbers]
@@ -397,7 +404,8 @@ def _decoded(piece: Any, functions: int, subjects: int) -> list[list[Counting]]:
     """Decode the result of _encoded(): return, for each function, a list with its counts in each subject.
 
     `functions`, `subjects`: the expected numbers of functions and of subjects.
-    Raises: ValueError (other numbers), TypeError, KeyError.
+    Raises: ValueError (other numbers, or a value is no number), TypeError (another form), KeyError (an
+    unknown reason).
     """
     found = [
         [
@@ -436,7 +444,7 @@ def _pieces(symbols: Sequence[Symbol]) -> Iterator[Sequence[Symbol]]:
 
 
 def as_dict(found: Coverage) -> dict[str, Any]:
-    """Return all counts of a subject for JSON."""
+    """Return all counts of a kernel as a dictionary for JSON."""
     total = found.total
     return {
         "subject": found.subject.title,

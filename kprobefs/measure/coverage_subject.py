@@ -56,15 +56,15 @@ class Subject:
     """The functions and tables of one kernel, which `coverage` analyses."""
 
     title: str
-    """Name of the kernel in tables."""
+    """Name of the kernel in the output."""
     arch: str
     tables: ProbedTables
     recorded: tuple[Symbol, ...] | None = None
     """The functions, if the subject has only some functions of a kernel; None if it has all functions."""
     pattern: str = ""
-    """Pattern of the names of functions to analyse; "" for all functions."""
+    """Shell pattern for the names of the functions to analyse; "" for all functions."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the output about the CPUs for which the counts are valid."""
+    """Sentences for the output that say for which CPUs the counts are valid."""
     has_own_kprobes: bool = False
     """Whether the verdicts are those of the kernel's own kprobes. If False, they are those of kprobefs's."""
 
@@ -89,12 +89,15 @@ class Subject:
 
     @property
     def complete(self) -> bool:
-        """Whether the subject contains all functions of the kernel."""
+        """Whether all functions of the kernel are known, even if `pattern` leaves some of them out."""
         return self.recorded is None
 
     @cached_property
     def sections(self) -> tuple[tuple[range, str], ...]:
-        """Return (addresses, name) of each text section other than .text."""
+        """Return (addresses, name) of each text section other than .text.
+
+        Return () if not all functions of the kernel are known.
+        """
         return _sections(self.tables.kallsyms) if self.complete else ()
 
     @property
@@ -130,7 +133,8 @@ class Subject:
     def refused_sites(self) -> frozenset[int]:
         """Addresses that a RISC-V kernel's own kprobes refuse, because ftrace changes their instructions.
 
-        Since v6.16, ftrace changes only the second instruction of a site.
+        Such an instruction is the first of an ftrace site, or since v6.16 the second, which alone is then
+        changed. The set is empty on other architectures, and if the kernel's kprobes use ftrace.
         Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
         (v6.16).
         """
@@ -169,7 +173,7 @@ def own_image(arch: str) -> Subject:
 def linux_image(source: str) -> Iterator[Subject]:
     """Yield a distribution's kernel as subjects, one for each way in which boot may rewrite its returns.
 
-    Raises: KernelError, OSError.
+    If boot rewrites no returns, yield one subject. `source` and `Raises:` are those of kernel_from_file().
     """
     # Coverage of other subjects does not need the cache.
     from emulated_kernel.guests.linux.table_cache import kernel_from_file
@@ -184,7 +188,10 @@ def linux_image(source: str) -> Iterator[Subject]:
 def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
     """Return a distribution's kernel after its boot on the CPU of option --cpu, and the boot's report.
 
-    If the cache has no such kernel, boot it and show the progress. Raises: CliError, KernelError, OSError.
+    `source`: path of the kernel's file, or `host` for the running kernel. `cpu`: value of the option. If the
+    cache has no such kernel, boot it and show the progress.
+
+    Raises: CliError (no such CPU), KernelError (the kernel cannot be read or booted), OSError (its file).
     """
     from emulated_kernel.guests.linux.boot_cache import kernel_as_booted
     from emulated_kernel.util.config import DEFAULT_SEED
@@ -208,7 +215,10 @@ def modules_on_cpu(source: str, cpu: str, contents: Iterable[bytes]) -> Sequence
     """Return modules as a distribution's kernel has them after it has loaded them on the CPU of option --cpu.
 
     `contents`: contents of the modules' files, in the order of loading. Leave out a module that the kernel
-    cannot load there. Raises: CliError, KernelError (the emulator cannot run the kernel), OSError.
+    cannot load there. `source` and `cpu`: see booted_kernel().
+
+    Raises: CliError (no such CPU), KernelError (the emulator cannot run the kernel), OSError (the kernel's
+    file).
     """
     from emulated_kernel.guests.linux.boot_cache import modules_as_booted
     from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
@@ -223,7 +233,7 @@ def modules_on_cpu(source: str, cpu: str, contents: Iterable[bytes]) -> Sequence
 def dumped_kernel(vmcore: str) -> Subject:
     """Return the kernel in a dump, with the text of the dumped machine, as a subject.
 
-    Raises: KernelError, OSError.
+    `vmcore`: path of the dump. Raises: as kernel_in_core().
     """
     from emulated_kernel.guests.linux.vmcore.vmcore_guest import kernel_in_core
 
@@ -234,7 +244,7 @@ def dumped_kernel(vmcore: str) -> Subject:
 def booted_image(source: str, cpu: str) -> Subject:
     """Return a distribution's kernel after its boot on the CPU of option --cpu, as a subject.
 
-    Raises: CliError, KernelError, OSError.
+    The parameters and `Raises:` are those of booted_kernel().
     """
     kernel, report = booted_kernel(source, cpu)
     title = f"Linux {kernel.release}, {report.cpu_description}"
@@ -274,8 +284,8 @@ def _unpacked(path: Path) -> bytes:
 class RecordedTables:
     """Text and tables of a kernel that is known only by some functions in a file; implements ProbedTables.
 
-    The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown. Its
-    symbols have the name "?", and reading them returns no bytes.
+    The file is one like tests/oracle/functions-*.json.gz. The text between its functions is unknown: the
+    symbols there have the name "?", and reading there returns no bytes.
     """
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
@@ -313,7 +323,10 @@ class RecordedTables:
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:
-        """Return at most `size` bytes of the function at an address; b"" if the function was not recorded."""
+        """Return at most `size` bytes from an address on, up to the end of the function.
+
+        Return b"" if the function was not recorded.
+        """
         where = self.kallsyms.lookup(va)
         code = b"" if where is None else self._code.get(where.symbol.address, b"")
         return b"" if where is None else code[where.offset : where.offset + size]

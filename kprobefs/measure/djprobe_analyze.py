@@ -23,7 +23,8 @@ from kprobefs.common.errors import CliError, ExitStatus
 class AnalysisResult:
     """Result of the analysis of one address.
 
-    `length`: size of the region in bytes, or 0 if djprobe cannot be used.
+    `length`: size in bytes of the region, the instructions that the jump replaces, or 0 if djprobe cannot be
+    used.
     """
 
     address: str
@@ -45,7 +46,7 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
 
     `debug_path`: file with the debug information; None: it is searched for. `bug_size`: size in bytes of a
     BUG() in the code.
-    Raises: CliError (`place` is malformed), KernelError, OSError.
+    Raises: CliError (`place` is malformed), KernelError (no usable file, or no such place), OSError.
     """
     with open_elf(path) as file, open_debuginfo(file, path, debug_path) as info:
         function, addr = _find(info, place)
@@ -63,7 +64,8 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
 def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Rejection:
     """Return the region that a jump at `addr` would replace, or the rejection of the jump.
 
-    Jumps from other parts of a split function into the region count, too. `bug_size`: see analyze().
+    A jump into the region from another part of a split function is also a reason for rejection. `bug_size`:
+    see analyze().
     """
     facts = DecodeCache(info.bits)
     probed = function.part_at(addr) or function.parts[0]

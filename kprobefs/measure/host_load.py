@@ -21,7 +21,10 @@ class HostLoad:
         self._times = _cpu_times()
 
     def line(self) -> str:
-        """Return a line: the loads at the start and now, and the share of CPU time that a hypervisor took."""
+        """Return a line: the loads at the start and now, and the share of CPU time that a hypervisor took.
+
+        The share is left out if there is no /proc/stat.
+        """
         text = f"host: load {self._load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end"
         passed = [now - before for now, before in zip(_cpu_times(), self._times, strict=True)]
         if not passed:

@@ -21,7 +21,7 @@ SLIDES = {
 """Shadow stack -> memory according to the talk.
 
 The figures are for 1 and 100 probes with a node for each CPU, and then for 1 and 100 probes with a node for
-each task.
+each task. A node is the storage for one pending call.
 """
 NOTES = (
     "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks'",

@@ -42,7 +42,7 @@ _INT3 = 0xCC
 class ProbeOutcome(Enum):
     """Outcome of a probe: the way in which it takes its hits, or its refusal.
 
-    The values are the names in tables.
+    The values are the names in the output.
     """
 
     __hash__ = object.__hash__
@@ -164,10 +164,11 @@ class Judge:
         return symbol.address + self.place(Location(symbol, 0)).offset
 
     def reasons(self, symbol: Symbol) -> Collection[RejectReason | Tactics | None]:
-        """Return the reason against a jump at each instruction of a function except filler.
+        """Return, for each instruction of a function except filler, the first reason against a jump at it.
 
-        See ProbeChecker.reasons(). If kprobe events refuse the function, each reason is NOTRACE. A landing
-        pad counts as the instruction to which Linux moves its probe.
+        In place of a reason, there are tactics or None if a jump is allowed; see ProbeChecker.reasons(). If
+        kprobe events refuse the function, each reason is NOTRACE. A landing pad counts as the instruction to
+        which Linux moves its probe.
         """
         if self.is_notrace(symbol):
             found: Mapping[int, RejectReason | Tactics | None] = dict.fromkeys(

@@ -9,7 +9,11 @@ from kprobefs.definitions.syntax import Line
 PENDING = "pending"
 """Outcome of a probe whose module is not loaded."""
 UNCHECKED = "unchecked"
-"""Outcome of a line that defines an event of another kind than kprobe events, or that sets a value."""
+"""Outcome of a line that cannot be checked fully.
+
+Such a line defines an event of another kind than kprobe events, probes a module that cannot be read, or sets
+a value.
+"""
 ACCEPTED = "accepted"
 """Outcome of a setting whose value the kernel takes."""
 REMOVED = "removed"
@@ -62,13 +66,13 @@ class Read:
     arg: str
     """Name of the fetch argument."""
     column: int
-    """Column of the fetch argument in the line."""
+    """Column of the fetch argument in the line, from 0 on."""
     base: str
-    """The parameter or result from which the argument starts, as the argument names it: `$arg1`."""
+    """The parameter or result from which the argument starts, as the argument names it, such as `$arg1`."""
     declared: str
     """Declaration of the parameter or result in C."""
     kind: tuple[str, str]
-    """Name and type of the parameter, without names of types that differ between versions of Linux."""
+    """(name of the parameter, name of its type), for a comparison with other kernels; see type_kind()."""
     members: tuple[frozenset[str], ...]
     """For each dereference, as far as types are known, the names of the members that begin at its offset."""
     size: int
@@ -91,9 +95,12 @@ class Answer:
     """Reason why the probe is not optimized, or why it is pending; "" if there is nothing to explain."""
     findings: list[Finding] = field(default_factory=list)
     region: range = range(0)
-    """Addresses that the probe's jump replaces; empty if there is no jump."""
+    """Addresses of the instructions that the probe's jump replaces; empty if there is no jump."""
     breakpoint_kind: str | None = None
-    """Value of BreakpointKind, also for an optimized probe; None if there is no breakpoint."""
+    """How a breakpoint at the place executes the instruction: a value of BreakpointKind.
+
+    An optimized probe has one, too, for the time before its jump is written. None if there is no breakpoint.
+    """
     traps_at_return: bool = False
     """Whether the probe is a return probe whose trampoline has a breakpoint, so that returns trap."""
     address: int = 0

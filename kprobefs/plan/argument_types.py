@@ -32,7 +32,7 @@ _EXPRESSION = lazy_pattern(
     rf"(?P<offsets>(?:{_OFFSET})*)(?P<base>\$arg[0-9]+|\$stack[0-9]+|\$retval|%[a-z0-9]+|[A-Za-z_]\w*)\)*"
     r"(?::(?P<type>[a-z0-9]+)(?:\[[0-9]+\])?.*)?"
 )
-"""Pattern for the expression of a fetch argument that dereferences a base by offsets, or not at all."""
+"""Pattern for a fetch argument's expression: a base such as `$arg1`, with any number of dereferences."""
 _POINTER_SIZE = 8
 _SOCKADDR = "struct sockaddr"
 """Structure that stands for the socket addresses of all families; it declares only their start."""
@@ -48,13 +48,13 @@ class Reading:
 
     arg: ProbeArg
     column: int
-    """Column of the argument in the line."""
+    """Column of the argument in the line, from 0 on."""
     base: str
     """The parameter or result as the argument names it, such as `$arg1`."""
     parameter: Parameter
     """The parameter or result of the function that `base` names."""
     offsets: tuple[int, ...]
-    """Offsets of the dereferences, from the base on."""
+    """Offsets of the dereferences. The first one is added to the base."""
     type: str
     """Name of the fetch type, or "" if the argument has none."""
 
@@ -79,7 +79,7 @@ def readings(
 
 
 def _known(kernel: PlannedKernel, probe: TraceKprobe, explained: Explanation) -> Mapping[str, Parameter]:
-    """Return a map base of a fetch argument, such as `$arg1` -> parameter or result that the base names."""
+    """Return a map from bases of fetch arguments, such as `$arg1`, to the parameters or result they name."""
     prototype = explained.prototype
     if prototype is None:
         return {}
@@ -100,7 +100,7 @@ def _offset(text: str) -> int:
 
 
 def follow(kernel: PlannedKernel, reading: Reading) -> tuple[Read, Finding | None]:
-    """Return what a fetch argument reads, and a warning about its types, or None in place of the warning.
+    """Return (what a fetch argument reads, a warning about its types or None).
 
     The warning says that the argument's type or an offset differs from the kernel's types.
     """

@@ -49,10 +49,10 @@ _OTHER_KINDS = {
     "f": (InterfaceRule.FPROBE_EVENTS, "trace_fprobe_show"),
     "t": (InterfaceRule.TRACEPOINT_EVENTS, "trace_fprobe_show"),
 }
-"""Letter of a kind of events other than kprobe events -> (interface rule, function) that it needs.
+"""Letter of an event kind other than kprobe events -> (InterfaceRule, kernel's function) that it needs.
 
-The rule is None if the interfaces of all versions have the kind. A kernel without the function was built
-without the kind.
+The rule is None if the tracefs interfaces of all versions have the kind. A kernel without the function was
+built without the kind.
 """
 _PARAMETER = re.compile(r"\$arg([0-9]+)\b")
 """Pattern for a parameter of the function in a fetch argument."""
@@ -106,7 +106,7 @@ def _is_accepted_at_entry(kernel: PlannedKernel, line: Line) -> bool:
 
 
 def _modules(kernel: PlannedKernel, lines: Iterable[Line]) -> tuple[list[str], dict[str, str]]:
-    """Return the loadable modules that places name, and a map place -> why its module can't be loaded."""
+    """Return (loadable modules that the lines' places name, map place -> why its module can't be loaded)."""
     found: dict[str, None] = {}
     missing: dict[str, str] = {}
     for place in dict.fromkeys(map(_place, lines)):
@@ -184,7 +184,8 @@ def _answer(kernel: PlannedKernel, engine: OfflineEngine, settings: SettingCheck
 def _is_foreign(text: str, kernel: PlannedKernel) -> bool:
     """Return True if a line defines an event of another kind than kprobes, such as a uprobe.
 
-    For other kinds than uprobes, the kernel must have the kind.
+    Return False if the kernel lacks events of this kind. Uprobes are not looked for: each kernel counts as
+    having them.
     """
     found = DEFINITION.match(text)
     if found is None:
@@ -239,8 +240,8 @@ def _refused(kernel: PlannedKernel, engine: OfflineEngine, line: Line, error: Ke
 def _hint(kernel: PlannedKernel, line: Line, rule: str, error: KernelError) -> str:
     """Return a hint to append to an error's message, or "" if there is no hint.
 
-    `rule`: name of the rule that the line has violated. The hint is advice about a missing place, the reason
-    why a place is refused, the addresses of an ambiguous symbol, or symbols similar to an unknown one.
+    `rule`: name of the rule that the line has violated. Examples of hints: advice about a missing place, the
+    addresses of an ambiguous symbol, symbols similar to an unknown one.
     """
     if remedy := advice(line.text):
         return f"; {remedy}"
@@ -324,7 +325,7 @@ def _created(kernel: PlannedKernel, line: Line, probe: TraceKprobe) -> Answer:
 
 
 def _find_taken_jumps(answers: Sequence[Answer]) -> None:
-    """Change the outcome of each probe whose jump would cover another line's probe to a breakpoint.
+    """Set the outcome of each probe to a breakpoint if its jump would cover the probe of another line.
 
     Add a warning to the answers to both lines.
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1).

@@ -133,7 +133,7 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
 
 
 def _results(checked: CheckedFile) -> Iterator[tuple[str, str, Finding, tuple[int, int | None]]]:
-    """Yield the findings about a file for sarif_log().
+    """Yield (path, kernel's name, finding, its place in the file) for each finding; see sarif_log().
 
     A finding that holds for a kernel on all CPUs is yielded once, with the kernel's name. For other findings,
     the CPUs are added to the name.

@@ -1,4 +1,4 @@
-"""Checks of settings, which are lines of a definitions file that write a value to a file, without a mount.
+"""Checks, without a mount, of settings: lines of a definitions file that write a value to a file.
 
 The checks are about the events and functions that a line names, the filters of events, and the names of
 triggers. Other values are not checked.

@@ -19,7 +19,7 @@ def clone_names(kallsyms: Kallsyms) -> Iterable[str]:
 
 
 def clones_by_function(names: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """Return a map name of a function -> names of its clones, from the names of symbols in `names`.
+    """Return a map from functions' names to the names of their clones, for the symbols called `names`.
 
     Names that are not those of clones are ignored. A clone can be made from a clone: NAME.isra.0.part.1
     belongs to NAME and to NAME.isra.0.

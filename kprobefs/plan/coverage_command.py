@@ -52,8 +52,10 @@ def run(
     """Run `kprobefs coverage`: print tables, or all counts as JSON.
 
     `compare` prints one table for all kernels. `html` is a directory for pages, and `plot` a file for a
-    picture. `jobs`: number of processes; None means one per CPU. `scheduler` is the address of a Dask
-    cluster, and `results` a file for finished parts. Raises: CliError.
+    picture. With either, nothing is printed unless `compare` or `as_json` is True. `jobs`: number of
+    processes; None means one per CPU. `scheduler` is the address of a Dask cluster, and `results` a file for
+    finished parts. The other arguments select the kernels and functions. Raises: CliError (options that
+    exclude each other, a kernel that can't be read, a file that can't be written).
     """
     if strategy is not None and functions is not None:
         why = "a recording lacks the kernel's data, which may lead into replaced bytes; leave it out"

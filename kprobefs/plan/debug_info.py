@@ -15,7 +15,8 @@ def run(output: str | None, *, arch: str | None, image: str | None) -> None:
     """Write the file `output`, or vmlinux-RELEASE.debug in the current directory, and print its path.
 
     `arch`: architecture of a kernel of kprobefs's own. `image`: a distribution's kernel instead.
-    Raises: CliError (no such kernel, it has no BTF, or the file cannot be written), KernelError ENOENT.
+    Raises: CliError (no such kernel, it has no BTF, or the file cannot be written), KernelError ENOENT (no
+    kernel for `arch`).
     """
     if image is None:
         own = load_image(None, arch or "x86_64")

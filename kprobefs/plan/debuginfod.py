@@ -57,7 +57,8 @@ def fetch(build_id: str) -> Path:
 def _download(url: str, place: Path) -> None:
     """Download the file at a URL to the path `place`, where it appears only when it is complete.
 
-    Raises: OSError, HTTPException, ValueError.
+    Raises: OSError (the server, the connection or the file fails), HTTPException (the answer is no HTTP),
+    ValueError (a malformed URL or length).
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError("not an address of the form http://HOST or https://HOST")
@@ -78,6 +79,8 @@ def _copy(answer: BinaryIO, file: BinaryIO, expected: int) -> None:
     """Copy a server's answer of `expected` bytes to a file.
 
     If `expected` is 0, the server did not send the size.
+
+    Raises: OSError (the answer is longer than _LIMIT or has another size, or the file cannot be written).
     """
     size = 0
     with Progress("debug information", expected) as progress:

@@ -39,7 +39,7 @@ def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
 
 
 def _other_insns(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
-    """Yield a warning if the line's place is not the same instruction in all kernels.
+    """Yield (answers, warning) if the line's place is not the same instruction in all kernels.
 
     An offset belongs to one build of a kernel; in another build, the probe is elsewhere in the function.
     """
@@ -64,8 +64,8 @@ def _accept_narrow(row: Row) -> None:
 def _is_narrow(reads: Sequence[Read]) -> bool:
     """Return True if a value's size differs between kernels, and the argument reads the smallest size.
 
-    `reads`: the argument's read in each kernel. The values are integers of one name and sign, or members of
-    one name in the same structure.
+    `reads`: the Read of the argument in each kernel. The result is False unless all values are integers of
+    one name and sign, or members of one name in the same structure.
     """
     sizes = {read.value_size for read in reads}
     if len(sizes) < 2 or {read.size for read in reads} != {min(sizes)}:
@@ -78,7 +78,7 @@ def _is_narrow(reads: Sequence[Read]) -> bool:
 
 
 def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
-    """Yield a warning about each parameter, or result, that the kernels declare differently.
+    """Yield (answers, warning) for each parameter, or result, that the kernels declare differently.
 
     Parameters that all fetch arguments read in the smallest size are left out; see _is_narrow().
     """
@@ -94,7 +94,7 @@ def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 
 
 def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
-    """Yield a warning about each fetch argument whose offsets are not the same members in all kernels.
+    """Yield (answers, warning) for each fetch argument whose offsets lead to other members in some kernels.
 
     A fetch argument whose parameter differs is left out. Members that share an offset, in a union, count as
     the same if one of them is in all kernels.
@@ -114,9 +114,9 @@ def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 
 
 def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKernel, Answer, Read]]]:
-    """Return a map key -> (kernel, answer, read) for each kernel that has a read with this key.
+    """Return a map key -> list with (kernel, answer, read) of each kernel that has a Read with this key.
 
-    `key`: function that returns the key of a read. If an answer has several reads with the same key, the
+    `key`: function that returns the key of a Read. If an answer has several Reads with the same key, the
     first one counts.
     """
     found: dict[str, list[tuple[PlannedKernel, Answer, Read]]] = {}

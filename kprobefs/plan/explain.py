@@ -37,10 +37,11 @@ def run(
 
     Return an error for each place that can't be explained.
 
-    `whole` shows whole functions. `as_json` prints JSON instead of text. `outputs`: form of a document
-    (`svg`, `html` or `stages`) -> path of the file to write. `debug_info` is the path of a file with the
-    kernel's debug information, for lines of source files. `kprobes`: the kprobes of the kernel in `image` or
-    `vmcore`: kprobefs's, or the kernel's own.
+    `whole`: True shows all instructions of each function, False those around the place. `as_json` prints JSON
+    instead of text. `outputs`: form of a document (`svg`, `html` or `stages`) -> path of the file to write.
+    `debug_info` is the path of a file with the kernel's debug information, for lines of source files.
+    `kprobes`: whose kprobes probe the place: "kprobefs", or "kernel" for those of the kernel in `image` or
+    `vmcore`. The other arguments are the command's options, which select the kernel.
     Raises: CliError (no such kernel; a file that can't be written).
     """
     if debug_info is not None and not any(map(is_source_line, places)):
@@ -72,7 +73,8 @@ def run(
 def _document(form: str, found: Sequence[Explanation], *, whole: bool) -> str:
     """Return the document with the explanations in the form `svg`, `html` or `stages`.
 
-    Raises: CliError (`stages` without a single place at which a jump is written).
+    Raises: CliError (`stages` for several places, for another kernel than kprobefs's own, or a place at which
+    no jump is written).
     """
     if form == "svg":
         from kprobefs.plan.picture import picture

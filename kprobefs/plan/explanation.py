@@ -32,7 +32,7 @@ not depend on the address.
 """
 _PAGE = 1 << 12
 EXTENDED = "extended"
-"""Outcome that is shown for a probe that PlannedKernel.strategy optimizes, but Linux's rule does not."""
+"""Outcome that is shown if the policy PlannedKernel.strategy optimizes a probe and Linux's rule does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class ListedInsn:
     reason: str
     """The rule that refuses the probe or its jump, and the cause; "" if no rule is broken."""
     extended: Verdict | None
-    """The verdict under PlannedKernel.strategy; None if the kernel has no policy but Linux's rule."""
+    """The verdict under the policy PlannedKernel.strategy; None if there is no such policy."""
 
     @property
     def mode(self) -> str:
-        """The outcome, or "extended" if only the kernel's strategy optimizes the probe."""
+        """The outcome, or "extended" if only the policy PlannedKernel.strategy optimizes the probe."""
         is_linux = self.extended is None or self.verdict.outcome is self.extended.outcome
         return self.verdict.outcome.value if is_linux else EXTENDED
 
@@ -79,7 +79,10 @@ class DetourInsn:
 
 @dataclass(frozen=True, slots=True)
 class OtherVerdict:
-    """The verdict on an address if boot rewrites the kernel's returns in the way `returns`."""
+    """The verdict on an address if boot rewrites the kernel's returns in the way `returns`.
+
+    `returns`: see Variant.returns.
+    """
 
     returns: str
     outcome: ProbeOutcome
@@ -90,10 +93,10 @@ class Explanation:
     """Explanation of a probe at a place of a kernel. All parts are computed when they are first used."""
 
     def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
-        """Explain a place.
+        """Store the place, and choose the variant of the kernel in which a probe at the place is explained.
 
-        `variant`: the kernel with its returns rewritten. If it is None, use a variant in which only the
-        returns of the place's function are rewritten.
+        `variant`: the kernel with its return instructions as boot rewrites them. If it is None, use a variant
+        in which only the returns of the place's function are rewritten.
         """
         self.kernel = kernel
         self.place = place
@@ -145,14 +148,17 @@ class Explanation:
 
     @cached_property
     def extended(self) -> Verdict | None:
-        """Verdict on a probe at the place under PlannedKernel.strategy; None if the kernel has none."""
+        """Verdict on a probe at the place under the policy PlannedKernel.strategy.
+
+        None if there is no such policy.
+        """
         return None if self._extended is None else self._extended.verdict(self.place.where)
 
     @property
     def extended_reason(self) -> str:
-        """The tactics that a jump at the place needs, or the rule by which the strategy refuses the jump.
+        """The tactics of a jump at the place, or the rule by which PlannedKernel.strategy refuses the jump.
 
-        "" if there is nothing to explain.
+        A tactic is a way to place a jump that Linux refuses. "" if there is nothing to explain.
         """
         verdict = self.extended
         if verdict is None or self._extended is None:
@@ -162,7 +168,10 @@ class Explanation:
 
     @property
     def region(self) -> Region | None:
-        """The region of the jump at the place, by Linux's rule or the strategy; None if there is no jump."""
+        """The instructions that a jump at the place replaces; None if there is no jump.
+
+        If Linux's rule refuses the jump, the policy PlannedKernel.strategy decides.
+        """
         if self.verdict.region is not None or self.extended is None:
             return self.verdict.region
         return self.extended.region
@@ -211,7 +220,8 @@ class Explanation:
     def detoured(self) -> Sequence[ListedInsn]:
         """Jumps in the function that belong to optimized kprobes; empty if the kernel is not a dump.
 
-        Each jump that leads out of all text counts. The instructions that the jumps replace are not known.
+        Each jump to an address outside of all text is taken for one of these. The instructions that the jumps
+        replace are not known.
         """
         if not self.kernel.is_dump:
             return ()
@@ -239,8 +249,8 @@ class Explanation:
     def bracket(self) -> range:
         """Addresses of the whole instructions that a jump at the place replaces.
 
-        If the jump is refused, they are those that it would replace. If no jumps are written in the kernel,
-        they are those of the probed instruction.
+        If the jump is refused, it would replace these instructions. If no jumps are written in the kernel,
+        the range is that of the probed instruction.
         """
         region = self.region
         if region is not None:
@@ -269,7 +279,7 @@ class Explanation:
     def accepted_around(self) -> tuple[ListedInsn | None, ListedInsn | None]:
         """Nearest instructions before and after the place that accept a probe; None for a missing one.
 
-        Instructions that the kernel accepts although ftrace patches them are left out.
+        An instruction at which the kernel accepts a probe although ftrace patches it is left out.
         """
         found = [
             insn
@@ -409,7 +419,7 @@ class Explanation:
 
     @cached_property
     def entry_values(self) -> EntryValues:
-        """Analysis that finds registers and stack words with the values of the function's entry."""
+        """Analysis that finds the registers and stack words that hold values from the function's entry."""
         symbol = self.symbol
         return EntryValues(
             self.judge.arch,
@@ -453,7 +463,7 @@ class Explanation:
 
 
 def _insns_of(arch: Arch, region: Region) -> frozenset[bytes]:
-    """Return the machine code of each instruction of a region."""
+    """Return the machine code of each instruction that a jump replaces."""
     replaced = region.code[: region.end - region.addr]
     starts = [*arch.instruction_boundaries(replaced, region.addr), region.end]
     return frozenset(

@@ -1,4 +1,4 @@
-"""The disassembly in an explanation: its rows, and notes why probes are refused or not optimized."""
+"""The disassembly that `kprobefs explain` shows: rows, and notes why probes are refused or not optimized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     insn: ListedInsn
     is_place: bool
     bracket: str
-    """Part, on this line, of the bracket around the instructions that a jump replaces.
+    """Which part of the bracket around the instructions that a jump replaces is on this line.
 
     The value is "only", "first", "inner" or "last"; it is "" for instructions outside of the bracket.
     """
@@ -42,7 +42,7 @@ class Listing:
 
     @property
     def jumps(self) -> list[tuple[int, int]]:
-        """Jumps between shown rows, each as index of the jump's row and index of the target's row."""
+        """Jumps between shown rows, as pairs: index of the jump's row, and index of the target's row."""
         rows = {row.insn.address: number for number, row in enumerate(self.rows)}
         return [
             (number, rows[row.insn.target])
@@ -52,9 +52,9 @@ class Listing:
 
 
 def listing(explained: Explanation, *, whole: bool) -> Listing:
-    """Return the rows for an explanation.
+    """Return the rows and the notes for an explanation.
 
-    If `whole` is False, the rows are only those of the instructions around the explained address.
+    `whole`: True lists all instructions of the function; False lists only those around the explained address.
     """
     insns = explained.insns
     first = 0
@@ -94,8 +94,9 @@ def _blamed(insn: ListedInsn) -> int:
 def _notes(insns: Sequence[ListedInsn]) -> list[tuple[RejectReason | None, str, str]]:
     """Return the lines of the notes about `insns`, each as (reason, letter, text).
 
-    There is one note for each reason except FTRACE. If only one place breaks the rule, the note names the
-    place, too. Otherwise a line for each place follows, with None as the reason and "" as the letter.
+    There is one note for each reason except FTRACE. If the rule is broken at a single address, the note is
+    one line, which names the address. Otherwise a line for each address follows the rule's line, with None as
+    the reason and "" as the letter.
     """
     by_reason: dict[RejectReason, list[ListedInsn]] = {}
     for insn in insns:

@@ -1,4 +1,4 @@
-"""OfflineEngine: registers kprobe events of a kernel that does not run, with the engine's checks."""
+"""OfflineEngine: checks definitions of kprobe events as ProbeEngine does, for a kernel that does not run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kprobefs.plan.planned_kernel import PlannedKernel
 
 
 class OfflineKprobes:
-    """A registry of kprobes that checks places and arms nothing."""
+    """A registry of kprobes that checks whether addresses can be probed, and arms nothing."""
 
     def __init__(self, judge: Judge) -> None:
         self._checker = judge.checker
@@ -38,9 +38,11 @@ class OfflineKprobes:
         return self._checker
 
     def register_kprobe(self, kprobe: Kprobe[Any], kind: str = KPROBE, /) -> None:  # noqa: ARG002 - armed
-        """Check a probe's place, and store the probe's address. `kind` has no effect.
+        """Check that a probe's address can be probed, and store the address in `kprobe.addr`.
 
-        Raises: the errors of Kprobes.register_kprobe() about the probe's place.
+        `kind` has no effect.
+
+        Raises: the errors of Kprobes.register_kprobe() about the probe's address.
         """
         addr, where, _ = self.places.locate(kprobe)
         self.places.check(where, addr)
@@ -63,16 +65,16 @@ class OfflineKprobes:
 
 
 class OfflineKretprobes:
-    """A registry of kretprobes that checks places and hooks nothing."""
+    """A registry of kretprobes that checks whether functions can be return-probed, and hooks nothing."""
 
     def __init__(self, judge: Judge, kprobes: OfflineKprobes) -> None:
         self._kprobes = kprobes
         self._blacklist = frozenset(never_returning(judge.subject.tables, judge.arch))
 
     def register_kretprobe(self, rp: Kretprobe[Any], /) -> None:
-        """Check a probe's place, and store the probe's address.
+        """Check that a probe's function can be return-probed, and store its address in `rp.addr`.
 
-        Raises: the errors of Kretprobes.register_kretprobe() about the probe's place.
+        Raises: the errors of Kretprobes.register_kretprobe() about the function.
         """
         check_returns(self._kprobes.places.function_entry(rp), self._blacklist)
         self._kprobes.register_kprobe(rp)
@@ -92,11 +94,11 @@ class LoggedError:
     text: str
     """The kernel's text for the error."""
     column: int
-    """Column of the caret in the command, from 0 on."""
+    """Column of the caret in the command; 0 is the first character."""
 
 
 class LastError(ErrorLog):
-    """An error_log that also provides its last entry, as the attribute `last`."""
+    """An error_log that also provides its last entry as the attribute `last`, which is None at first."""
 
     def __init__(self, texts: ErrorTexts) -> None:
         super().__init__(lambda: 0, texts)

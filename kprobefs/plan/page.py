@@ -20,7 +20,7 @@ th{text-align:left;vertical-align:top;padding-right:1.5rem;font-weight:600}td{pa
 
 
 def page(found: Sequence[Explanation], *, whole: bool) -> str:
-    """Return an HTML document with a chapter for each explanation; `whole`: show whole functions."""
+    """Return an HTML document with a chapter for each explanation. `whole`: see listing()."""
     titles = ", ".join(explained.title for explained in found)
     parts = [
         "<!DOCTYPE html>",

@@ -1,4 +1,4 @@
-"""The listing of explanations as an SVG picture, for slides."""
+"""The disassemblies of explanations as an SVG picture, for slides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LANES = 8
 _ROW = 20
 """Height of a row in pixels."""
 _CHARACTER = 8
-"""Width of a character in pixels: 0.6 of the size of a monospaced font, which some renderers round up."""
+"""Width of a character in pixels: 0.6 of the font size, rounded up, as some renderers do."""
 _FONT = 13
 _LANE = 10
-"""Distance between two arrows in pixels."""
+"""Horizontal distance in pixels between neighbouring arrows."""
 _MARGIN = 16
 COLOURS = {
     ProbeOutcome.OPTIMIZED: "#1a7f37",
@@ -38,7 +38,7 @@ _STYLE = (
 
 
 def picture(found: Sequence[Explanation], *, whole: bool) -> str:
-    """Return an SVG document with all listings, one below the other; `whole`: show whole functions."""
+    """Return an SVG document with the listings of explanations, one below another. `whole`: see listing()."""
     parts: list[str] = []
     top = _MARGIN
     width = 0.0
@@ -105,7 +105,7 @@ class _Drawing:
             yield _text(_MARGIN, self._y(number) + _ROW // 2, f"{letter:1}  {text}", "dim")
 
     def _y(self, row: int) -> int:
-        """Return the vertical position of a row's base line in pixels."""
+        """Return the y coordinate, in pixels, of the base line of the row with the index `row`."""
         return self._top + row * _ROW + _FONT
 
     def _row(self, number: int, row: Row) -> Iterator[str]:

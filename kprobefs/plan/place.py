@@ -1,4 +1,4 @@
-"""Places of probes as users write them, SYMBOL, SYMBOL+OFFSET or an address, found in a kernel."""
+"""Places of probes: finds a kernel's address that a user gives as SYMBOL, SYMBOL+OFFSET or a number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Place:
     text: str
     where: Location
     others: tuple[Symbol, ...]
-    """Other symbols with the same name; the kernel refuses the name if there are any."""
+    """Other symbols with the same name.
+
+    If there are any, the kernel refuses the name, or probes only the first symbol.
+    """
     passed: Symbol | None = None
     """The symbol that the user named, if the offset leads out of it to another symbol; otherwise None."""
     line: str = ""
@@ -57,10 +60,10 @@ def find_place(text: str, tables: ProbedTables) -> Place:
 
 
 def passed_symbol(name: str, where: Location, kallsyms: Kallsyms) -> Symbol | None:
-    """Return the symbol `name` if the place `where`, at an offset from it, is in another symbol; else None.
+    """Return the symbol `name` if `where`, a place at an offset from this symbol, is in another symbol.
 
-    The kernel accepts such a place. An offset from _stext is meant to lead out of this symbol, so return None
-    for it.
+    The kernel accepts such a place. Return None for other places, and if `name` is _stext: an offset from
+    _stext is meant to lead to other symbols.
     """
     named = kallsyms.by_name(name)
     if name == _TEXT or any(each.address == where.symbol.address for each in named):
@@ -71,8 +74,8 @@ def passed_symbol(name: str, where: Location, kallsyms: Kallsyms) -> Symbol | No
 def place_in_any_boot(address: int, kallsyms: Kallsyms) -> str:
     """Return a text for `address` that is valid in each boot, even if KASLR moves the kernel.
 
-    The text is SYMBOL+OFFSET if the symbol's name is unique. Otherwise the offset is that from the start of
-    the text. If neither is possible, return the address itself.
+    The text is SYMBOL+OFFSET if the symbol's name is unique. Otherwise it is _stext+OFFSET. For an address in
+    a module, or if _stext is unknown or not unique, it is the address itself.
     """
     where = kallsyms.lookup(address)
     if where is not None and kallsyms.count_name(where.name) == 1:
@@ -127,7 +130,10 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
 
 
 def nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
-    """Return functions of a loaded module with names similar to `name`. All have the form MODULE:SYMBOL."""
+    """Return functions of a loaded module with names similar to `name`.
+
+    `name` and the results have the form MODULE:SYMBOL.
+    """
     where, _, symbol = name.partition(":")
     module = tables.find(where) if isinstance(tables, LiveImage) else None
     known = () if module is None else tuple(each.name for each in module.symbols if each.is_text)

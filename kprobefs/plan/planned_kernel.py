@@ -1,4 +1,4 @@
-"""PlannedKernel: a kernel for which probes are planned: a kernel in a file or a dump, or the built-in one."""
+"""PlannedKernel: the kernel for which probes are planned, from a file or a dump, or the built-in one."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class PlannedKernel:
         """The kernel without modules."""
         self.profile = profile
         self.has_own_kprobes = False
-        """Whether the verdicts are those of the kernel's own kprobes. If False, they are those of kprobefs's.
+        """Whether the verdicts are those of the kernel's own kprobes; if False, of kprobefs's kprobes.
 
         It is always False on x86, where both have the same verdicts.
         """
         self.has_own_tracefs = False
-        """Whether the answers are for the kernel's own tracefs, as with `--kprobes kernel`."""
+        """Whether answers are for the kernel's own tracefs (`--kprobes kernel`); if False, for kprobefs's."""
         self.strategy: str | None = None
         """Optimization policy whose verdicts are given in addition to Linux's, or None for only Linux's."""
         self.image: str | None = None
@@ -121,14 +121,17 @@ class PlannedKernel:
 
     @cached_property
     def tables(self) -> ProbedTables:
-        """Return the tables of the kernel and its modules, with the text as it is in the files."""
+        """Return the tables of the kernel and its modules.
+
+        If `is_booted` is True, the text is that after boot; otherwise it is as in the files.
+        """
         return self._with_modules(self.core, None)
 
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
         """Return the tables of `core` and the modules.
 
-        `returns`: way in which the modules' returns are rewritten. None: as boot has rewritten those of
-        `core` if the kernel is booted; otherwise the returns stay as they are.
+        `returns`: way in which the modules' returns are rewritten. None: if the kernel is booted, they are
+        rewritten like those of `core`; otherwise they stay unchanged.
         """
         if returns is None and self.is_booted and isinstance(core, LinuxKernel):
             returns = core.booted_returns
@@ -141,7 +144,7 @@ class PlannedKernel:
     def with_modules(self, names: Iterable[str]) -> PlannedKernel:
         """Return a copy of this kernel with the modules `names` of its package and their dependencies.
 
-        Raises: CliError (there is no such module, or this kernel's modules are unknown).
+        Raises: CliError (there is no such module, or this kernel does not come from a package).
         """
         core = self.core
         if self.image is None or not isinstance(core, LinuxKernel):
@@ -173,7 +176,7 @@ class PlannedKernel:
     def modules(self) -> Sequence[LinkedModule]:
         """Return the loaded modules.
 
-        With --cpu, they have the text that they have after a guest has loaded them, because a kernel patches
+        With --cpu, their text is that after an emulated guest has loaded them, because a kernel patches
         modules when it loads them. A module that the guest cannot load has the text of its file.
         """
         core = self.core
@@ -218,14 +221,17 @@ class PlannedKernel:
     def judge(self) -> Judge:
         """Return the Judge, which decides how Linux treats a probe in the kernel.
 
-        The judge sees the kernel's text as it is in the kernel's file.
+        The judge sees the kernel's text as in `tables`.
         """
         subject = Subject(self.title, self.arch, self.tables, has_own_kprobes=self.has_own_kprobes)
         return Judge(subject, self.profile)
 
     @property
     def records_breakpoints(self) -> bool:
-        """Whether hits of breakpoints are recorded, and not only counted."""
+        """Whether hits of breakpoints are recorded.
+
+        They are only counted by Linux's own kprobes on RISC-V before v7.2.
+        """
         core = self.core
         if not self.has_own_kprobes or self.arch != "riscv64" or not isinstance(core, LinuxKernel):
             return True
@@ -235,13 +241,15 @@ class PlannedKernel:
     def traps_at_return(self) -> bool:
         """Whether the kernel's own return probes begin their trampoline with a breakpoint, as on arm64.
 
+        It is False if the verdicts are those of kprobefs's kprobes.
+
         Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.12).
         """
         return self.has_own_kprobes and self.tables.kallsyms.lookup_name(_RETURN_TRAP) is not None
 
     @property
     def has_linked_addresses(self) -> bool:
-        """Whether the addresses are those of a distribution's file, which KASLR changes at boot."""
+        """Whether the addresses are those in a distribution's kernel file; KASLR changes them at boot."""
         return isinstance(self.core, LinuxKernel) and not self.is_dump
 
     @property
@@ -251,7 +259,7 @@ class PlannedKernel:
 
     @property
     def allows_jumps(self) -> bool | None:
-        """Value of sysctl debug.kprobes-optimization in a dump; None for other kernels, or if unknown."""
+        """Whether sysctl debug.kprobes-optimization is 1 in a dump; None for other kernels, or if unknown."""
         address = self.tables.kallsyms.lookup_name(_ALLOWED)
         if not self.is_dump or address is None:
             return None
@@ -259,7 +267,10 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """Return the whole kernel with its returns as boot rewrites them on the CPU of `cpu_description`."""
+        """Return the kernel with all returns as boot rewrites them on the CPU of `cpu_description`.
+
+        If the kernel has no return thunks or has booted already, the text stays unchanged.
+        """
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
             return Variant("", self.judge)
@@ -308,7 +319,10 @@ class PlannedKernel:
         return ways
 
     def clones(self, function: str, module: str | None) -> Sequence[str]:
-        """Return the functions that the compiler made from `function`, which is in the kernel or a module."""
+        """Return the names of the functions that the compiler made from `function`, such as `f.isra.0`.
+
+        `module`: name of the module that contains `function`; None for the kernel itself.
+        """
         return self._clones.get(module, {}).get(function, ())
 
     @cached_property
@@ -328,7 +342,10 @@ class PlannedKernel:
 
     @cached_property
     def larger_structures(self) -> Mapping[int, Sequence[int]]:
-        """Return a map type id of a structure -> type ids of the structures whose first member it is."""
+        """Return a map type id of a structure -> type ids of structures with it as their first member.
+
+        The map is empty if the kernel has no BTF.
+        """
         return {} if self.btf is None else beginning_with(self.btf)
 
     @property
@@ -353,18 +370,21 @@ class PlannedKernel:
 
     @property
     def has_event_names(self) -> bool:
-        """Whether the names of the kernel's own events are known; a distribution's kernel needs BTF."""
+        """Whether the names of the kernel's own events are known.
+
+        Those of a distribution's kernel are known only if it has BTF.
+        """
         return isinstance(self.core, KernelImage) or self.btf is not None
 
     @property
     def triggers(self) -> Collection[str]:
-        """Names of the commands that the trigger files of events take."""
+        """Names of the commands that the `trigger` files of events accept, such as traceon and hist."""
         return [name for name, function in _TRIGGERS.items() if self.has_feature(function)]
 
     def has_feature(self, function: str) -> bool:
-        """Return True if the kernel was built with the feature that `function` belongs to.
+        """Return True if the kernel has `function`, and so the feature that it belongs to.
 
-        kprobefs's own tracefs has all features.
+        kprobefs's own tracefs has all features, so return True for it.
         """
         return not self.has_own_tracefs or bool(self.tables.kallsyms.count_name(function))
 
@@ -388,7 +408,7 @@ def planned_kernel(
 ) -> PlannedKernel:
     """Return the kernel that --arch, --image, --vmcore, --profile, --strategy, --cpu and --kprobes name.
 
-    None means that the option is not given.
+    An argument is None if the option is not given.
 
     Raises: CliError (no such kernel, image, dump, profile or CPU; the profile has no optimizer; options that
     exclude each other).
@@ -414,9 +434,10 @@ def planned_kernel(
 
 
 def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, strategy: str | None) -> None:
-    """Check that the options allow the value of --kprobes. Raises: CliError.
+    """Check that the other options allow `kprobes`, the value of --kprobes.
 
-    `has_kernel`: whether --image or --vmcore is given. `profile`, `strategy`: values of these options.
+    `has_kernel`: whether --image or --vmcore is given. `profile`, `strategy`: values of these options, or
+    None. Raises: CliError (they do not allow it).
     """
     if kprobes != KERNEL_KPROBES:
         return
@@ -516,7 +537,10 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
 
 
 def _cpu_model(kernel: LinuxKernel) -> str:
-    """Return the name of the CPU on which a dumped kernel ran. Mirrors: struct cpuinfo_x86 (v6.1)."""
+    """Return the name of the CPU on which a dumped kernel ran, or "unknown".
+
+    Mirrors: struct cpuinfo_x86 (v6.1).
+    """
     try:
         at = kernel.required("boot_cpu_data") + kernel.btf.offset("cpuinfo_x86.x86_model_id")
         return kernel.read(at, 64).partition(b"\0")[0].decode("ascii", "replace").strip() or "unknown"

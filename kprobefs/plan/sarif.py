@@ -1,4 +1,4 @@
-"""Findings as a SARIF 2.1.0 log, which code hosts show next to the lines.
+"""Findings of `kprobefs check` as a SARIF 2.1.0 log, which code hosts show next to the lines.
 
 Source: "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", OASIS, 2020.
 """

@@ -31,7 +31,7 @@ _FORM = re.compile(r"(.+):([1-9][0-9]{0,8})")
 _SHOWN = 3
 """Maximum number of files that an error message names."""
 _MOST = 8
-"""Maximum number of functions that are explained for one line."""
+"""Maximum number of functions that are explained for one line; more are an error."""
 
 
 def is_source_line(text: str) -> bool:
@@ -40,7 +40,7 @@ def is_source_line(text: str) -> bool:
 
 
 class SourceLines:
-    """The source lines of a kernel. The debug information is located when the first line is needed."""
+    """Finder of the code of a kernel's source lines. It locates the debug information on first use."""
 
     def __init__(self, kernel: PlannedKernel, debug_info: str | None) -> None:
         """Use the debug information in the file `debug_info`. If it is None, debug_file() finds the file."""
@@ -52,7 +52,8 @@ class SourceLines:
     def places(self, text: str) -> list[Place]:
         """Return the places where the code of a source line begins, one in each function that has such code.
 
-        `text` has the form FILE:LINE. Raises: CliError (no debug information, file or code).
+        `text` has the form FILE:LINE. Raises: CliError (the debug information, the file or code of the line
+        is missing; no probe is possible in the code; too many functions have the line's code).
         """
         form = _FORM.fullmatch(text)
         assert form is not None
@@ -95,10 +96,10 @@ class SourceLines:
         raise CliError(f"{shown}: {why} (for a module, give MODULE:SYMBOL)", ExitStatus.USAGE)
 
     def _in_functions(self, text: str, line: str, addresses: Sequence[int]) -> list[Place]:
-        """Return, for each function, the first of `addresses` in it, as a Place whose text is `text`.
+        """Return a Place with the text `text` for the first of `addresses` in each function.
 
         `line`: FILE:LINE of the place. `addresses`: guest addresses of the line's code. Raises: CliError (no
-        probe is possible).
+        probe is possible at any of them, or too many functions have the code).
         """
         shown = escape_for_terminal(line)
         found: dict[int, Place] = {}
@@ -121,7 +122,10 @@ class SourceLines:
         return list(found.values())
 
     def _opened(self, path: Path) -> LineTables:
-        """Open the debug information, and check that it belongs to the kernel's build. Raises: CliError."""
+        """Open the debug information, and check that it belongs to the kernel's build.
+
+        Raises: CliError (it cannot be read, or is of another build).
+        """
         with explained(str(path)), open_regular(path) as file:
             elf = open_debug_elf(file)
             tables = LineTables(elf)
@@ -132,8 +136,8 @@ class SourceLines:
 def debug_file(kernel: PlannedKernel) -> Path:
     """Return the path of a file with a kernel's debug information.
 
-    The file is the kernel's own, one that a package has installed, or one from a debuginfod server.
-    Raises: CliError (no such file is found).
+    It is the kernel's own file, one that a package has installed, or one from a debuginfod server.
+    Raises: CliError (no such file is found, or the kernel is kprobefs's own).
     """
     core = kernel.core
     if isinstance(core, KernelImage):
@@ -168,7 +172,10 @@ def _has_lines(path: Path) -> bool:
 
 
 def _shift(kernel: PlannedKernel, elf: Any, path: Path) -> int:
-    """Return the distance in bytes from linked addresses to a kernel's addresses, which KASLR may have moved.
+    """Return the distance in bytes from the linked addresses in `elf` to a kernel's addresses.
+
+    It is 0 unless the kernel is that of a dump, which KASLR may have moved. `path`: path of `elf`, a file
+    with debug information.
 
     Raises: KernelError EINVAL (the debug information is of another build).
     """

@@ -1,6 +1,6 @@
 """The picture of a probe's text at each stage in which its jump is written and removed, as SVG.
 
-The bytes are those of a kernel of kprobefs that runs while the picture is made.
+The bytes are read from kprobefs's own kernel, which runs while the picture is made.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class _Pictured:
         self.size = detour.length
         self.armed = kernel.arch.breakpoint_for(head.insn.prepared.length)
         self.trap = kernel.arch.breakpoint
-        """The breakpoint that text patching itself uses: the shortest one of the architecture."""
+        """The breakpoint that is in place while text is patched: the shortest one of the architecture."""
 
     def row(self, title: str, note: str, trap: bytes = b"", jump: bytes = b"") -> _Row:
-        """Return a row for the present text, which consists of `trap`, then `jump`, then original bytes.
+        """Return a row for the present text, which must be `trap`, then `jump`, then original bytes.
 
-        `title` is the text to the left of the bytes, and `note` the text to the right.
+        `title` is the text to the left of the bytes, and `note` the text to the right. Raises: LookupError
+        (the text differs from this).
         """
         text = self.kernel.machine.text
         code = text.current(self.start, self.size)
@@ -119,7 +120,7 @@ class _Pictured:
 
 
 def stages_picture(explained: Explanation) -> str:
-    """Return the picture of a probe at the explained place.
+    """Return, as SVG, the picture of the stages of a probe at the explained address.
 
     Raises: CliError (another kernel than kprobefs's own, or a place at which no jump is written).
     """

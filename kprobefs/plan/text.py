@@ -1,4 +1,4 @@
-"""The text of an explanation, in 80 columns."""
+"""The output of `kprobefs explain` as text, in 80 columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_LINUX = " (Linux calls optimized_callback() instead of int3)"
 
 
 def as_text(explained: Explanation, *, whole: bool) -> str:
-    """Return an explanation as text. `whole`: list all instructions of the function."""
+    """Return an explanation as text. `whole`: see listing()."""
     shown = listing(explained, whole=whole)
     labelled = (line for label, texts in answers(explained) for line in _labelled(label, texts))
     parts = [_head(explained), _listing(shown), labelled, _detour(explained)]
@@ -181,7 +181,7 @@ def _hit(explained: Explanation) -> str:
 
 
 def _extended(explained: Explanation) -> Iterator[str]:
-    """Yield the lines about the verdict under the kernel's strategy."""
+    """Yield the line about the verdict under the optimization policy of option --strategy."""
     verdict = explained.extended
     assert verdict is not None
     because = f": {explained.extended_reason}" if explained.extended_reason else ", as by the profile's rule"
@@ -251,7 +251,7 @@ def detour_title(explained: Explanation) -> str:
 
 
 def relocated(insn: DetourInsn) -> str:
-    """Return the mark for a copied instruction that differs from its original; "" for other instructions."""
+    """Return the mark of a copied instruction that differs from its original; "" for other instructions."""
     return "  (relocated)" if insn.is_relocated else ""
 
 

@@ -37,13 +37,13 @@ class Region:
 
     addr: int = field(metadata=ADDRESS)
     code: bytes
-    """Machine code of the region, without the bytes that probes patch."""
+    """Machine code of the region, with original bytes in place of those that probes have patched."""
     scratch: ScratchRegisters | None = None
     """Registers that the jumps to and from the detour overwrite; None if they overwrite no register."""
     padding: int = 0
-    """Number of bytes before `end` that are never executed, so that the detour has no copy of them."""
+    """Number of bytes before `end` that are never executed; the detour has no copy of them."""
     kept: int = 0
-    """Number of bytes from `end` on that the jump covers but does not change, because code leads to `end`."""
+    """Number of bytes from `end` on that the jump includes unchanged, because other code leads to `end`."""
     tactics: Tactics = ()
     """The tactics that the jump needs; empty if Linux's rule allows the jump."""
     linux: Rejection | None = None

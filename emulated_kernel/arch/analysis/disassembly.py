@@ -69,7 +69,7 @@ class Disassembler:
         width: int,
         missing: Callable[[int], str | None] = unnamed,
     ) -> None:
-        """Store the names of capstone's constants: `arch` for the architecture, and `modes`.
+        """Create a disassembler. `arch`, `modes`: names of capstone's constants, such as "CS_ARCH_X86".
 
         `width` is the number of columns that lines() reserves for the bytes of an instruction. `missing`
         returns the text of a 32-bit RISC-V instruction that capstone lacks, or None if it is unknown.

@@ -31,7 +31,7 @@ class Function:
     addr: int
     size: int
     code: bytes
-    """Machine code of the function, without the bytes that probes patch.
+    """Machine code of the function, with original bytes in place of those that probes have patched.
 
     The code is shorter than `size` if part of the text couldn't be read.
     """

@@ -46,7 +46,7 @@ ProbeRules = frozenset[ProbeRule]
 PROBE_RULES: Mapping[str, ProbeRules] = MappingProxyType(
     {f"linux-{version}": ProbeRule.of(version) for version in ("5.10", "6.1", "6.12", "7.2")}
 )
-"""Name of a set of rules, such as `linux-6.1` -> the rules in it."""
+"""Name of a set of rules (for example `linux-6.1`) -> the rules in the set."""
 
 
 def probe_rules_named(name: str) -> ProbeRules:

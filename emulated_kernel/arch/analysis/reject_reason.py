@@ -1,4 +1,4 @@
-"""Rejections: which rule forbids to register or optimize a probe, and which address breaks the rule."""
+"""Rejections: which rule refuses a probe or its optimization, and which address breaks the rule."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class RejectReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A rule that a probe breaks, and the address that breaks it."""
+    """A rule that refuses a probe or its optimization, and the address that breaks the rule."""
 
     reason: RejectReason
     addr: int = field(metadata=ADDRESS)

@@ -16,7 +16,7 @@ ALIGNED = "aligned"
 IP = "ip"
 """Base of a Value: the address that the function returns to."""
 LOW_HALF = ".low"
-"""Suffix of a Value's base that means the lower 32 bits of a register's value at the function's entry."""
+"""Suffix of a Value's base: the base is the lower 32 bits of the register's value at the function's entry."""
 Value = tuple[str, int]
 """A base and an offset added to it. A register name as the base means its value at the function's entry."""
 _Regs = tuple[tuple[str, Value], ...]
@@ -211,8 +211,8 @@ class FunctionFrames:
         self._frames: list[tuple[_Regs, _Slots]] = []
         """The frames at the addresses in `_addresses`, in the same order.
 
-        A frame is stored only if it differs from the one before it, and applies up to the next address: most
-        instructions change nothing.
+        A frame applies up to the next of the addresses. It is stored only if it differs from the frame before
+        it, because most instructions change nothing.
         """
         shared: dict[Any, Any] = {}
         for address in sorted(frames):
@@ -248,8 +248,8 @@ def find_frames(
 
     `insns`: address -> instruction. `entries`: address at which the function is entered -> known frame at
     this address. `ways`: instruction address -> further targets of the instruction, such as a fixup or a jump
-    label. `stack_pointer`: name of the stack pointer. `by_interrupt`: an interrupt enters the function, so
-    the interrupted ip takes the place of a return address.
+    label. `stack_pointer`: name of the stack pointer. `by_interrupt`: True if an interrupt enters the
+    function, so that the interrupted ip takes the place of a return address; False if a call enters it.
 
     A call or trap may never return. So its frame is used for the next instruction only if no other path leads
     to this instruction. If another path arrives with a different stack pointer, the call is recorded as a

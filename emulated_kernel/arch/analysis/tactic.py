@@ -1,4 +1,4 @@
-"""Tactics: how the extended strategy can place a jump that Linux's rule refuses."""
+"""Tactics: how the extended strategy, an optimization policy, can place a jump that Linux's rules refuse."""
 
 from __future__ import annotations
 

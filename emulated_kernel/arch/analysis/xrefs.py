@@ -14,7 +14,7 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.text_tables import ProbedTables
 
 IsInsn = Callable[[Symbol, int], bool]
-"""Function (symbol, address) that returns True if an instruction of the function starts at the address."""
+"""Callable (function, address) that returns True if an instruction of the function starts at the address."""
 
 Reference = tuple[int, int]
 """Target address and source address of a reference."""
@@ -23,14 +23,15 @@ PossibleReferences = Callable[[int, bytes, range | None], Iterator[Reference]]
 """Function (address, code at the address, window) that yields references from bit patterns in the code.
 
 A pattern looks like a direct branch, for example, and may start at any byte, even in the middle of an
-instruction. The function yields all references to addresses in the window, and maybe references to other
-addresses. If the window is None, the function yields the references to all addresses.
+instruction. The window is a range of targets: the function yields all references to them, and maybe
+references to other addresses. If the window is None, the function yields the references to all addresses.
 """
 
 WINDOWS = 8
-"""Maximum number of windows to which references are searched separately, before all are indexed.
+"""Maximum number of windows (16 KiB of targets) that are searched singly, before all references are indexed.
 
-In a distribution's kernel, the search for one window takes 3 % of the time of indexing all branches.
+In a distribution's kernel, the search for the references into one window takes 3 % of the time of indexing
+all branches.
 """
 
 _PART_BITS = 14
@@ -47,8 +48,8 @@ _NONE: Ways = array("H"), array("q")
 class XrefIndex:
     """Index of references, ordered by target.
 
-    A kernel can have a million references. So a request only searches for the references into one window of
-    16 KiB, until the number of such searches reaches a limit. The next search indexes all references. The
+    A kernel can have a million references. So into() and pairs() at first search only for references into the
+    windows of 16 KiB that they need. If more windows than a limit are needed, all references are indexed. The
     references into a window are sorted on first use.
     """
 

@@ -32,7 +32,7 @@ _REGISTER = lazy_pattern(r"[xw](\d|[12]\d|30|zr)|w?sp|lr|fp")
 _LOADS = {
     "ldrb": (1, False), "ldrh": (2, False), "ldrsb": (1, True), "ldrsh": (2, True), "ldrsw": (4, True),
 }  # fmt: skip
-"""Mnemonic of a load of less than a register -> its size in bytes, and whether it sign-extends."""
+"""Mnemonic of a load narrower than an x register -> its size in bytes, and whether it sign-extends."""
 _STORES = {"strb": 1, "strh": 2}
 _ACCESSES = frozenset((*_LOADS, *_STORES, "ldr", "str"))
 _PLATFORM = 18
@@ -60,7 +60,7 @@ _RESULTS = {
     **dict.fromkeys(_PAIRS.split(), 2),
     **dict.fromkeys(f"{_COMPARING} {_STORING} {_WITHOUT} {_BRANCHES}".split(), 0),
 }
-"""Mnemonic of an allowed instruction -> number of its first operands that it writes."""
+"""Mnemonic of an allowed instruction -> how many operands it writes; these are the first ones."""
 _READ_TOO = frozenset(_KEEPING.split())
 """Mnemonics of instructions that leave a part of the destination unchanged, and thereby read it."""
 _SETS_FLAGS = frozenset(f"{_SETTING} {_COMPARING}".split())
@@ -107,9 +107,9 @@ class Arm64Assembler(Assembler):
         return Assembly(code, reads, register_names(writes, REGISTER_NAMES), writes_flags, starts)
 
     def _encoded(self, line: _Line, at: int, labels: Mapping[str, int]) -> bytes:
-        """Return the instruction of the statement `line` for the address `at`. Raises: KernelError EINVAL.
+        """Return the machine code of the statement `line` for the address `at`.
 
-        `labels`: name -> address.
+        `labels`: name -> address. Raises: KernelError EINVAL (the text is not one valid instruction).
         """
         text = line.text
         if line.label is not None:
@@ -134,7 +134,7 @@ class Arm64Assembler(Assembler):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One statement of a handler, with hexadecimal numbers."""
+    """One statement of a handler, whose numbers have been converted to hexadecimal."""
 
     statement: Statement
     text: str
@@ -173,7 +173,7 @@ class _Line:
         """Return the code of a statement that refers to a cell (a per-CPU variable) or loads a number.
 
         Return None for any other statement. `cells`: name of a cell -> its address.
-        Raises: KernelError EINVAL.
+        Raises: KernelError EINVAL (a number does not fit, wrong operands, or an access beyond the cell).
         """
         if self.cell is None:
             number = _IMMEDIATE.fullmatch(self.operands[1]) if len(self.operands) == 2 else None
@@ -202,7 +202,10 @@ class _Line:
             raise self.statement.refused(f"{self.name} of a cell has {count} operands")
 
     def _register(self, index: int) -> tuple[int, int]:
-        """Return the number and the size in bytes of the register that is operand `index`."""
+        """Return the number and the size in bytes of the register that is operand `index`.
+
+        Raises: KernelError EINVAL (the operand is no general register).
+        """
         found = _REGISTER.fullmatch(self.operands[index].lower())
         if found is None or not (found[1] or "").isdigit():
             raise self.statement.refused(f"{self.operands[index]!r} is no general register")
@@ -263,7 +266,7 @@ class _Effect:
     def _check_numbers(line: _Line, insn: Any) -> None:
         """Refuse a number of more than 32 bits in an instruction on w registers.
 
-        Keystone would truncate the number.
+        Keystone would truncate the number. Raises: KernelError EINVAL.
         """
         if line.cell is None and insn.op_str.startswith("w"):
             for number in NUMBER.findall(line.text):
@@ -272,7 +275,10 @@ class _Effect:
 
 
 def _mask(line: _Line, name: str) -> int:
-    """Return the mask of the register that capstone calls `name`. Raises: KernelError EINVAL."""
+    """Return the mask of the register that capstone calls `name`; 0 for the zero register.
+
+    Raises: KernelError EINVAL about the statement `line` (the register is sp, or no general register).
+    """
     if name in ("xzr", "wzr"):
         return 0
     if name in ("sp", "wsp"):

@@ -35,16 +35,20 @@ _COUNT = 17
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """Return code that saves a struct user_pt_regs on the stack, and code that restores it; see Arch.
+    """Return code that saves a struct user_pt_regs on the stack, and code that restores registers; see Arch.
 
-    The code restores the condition flags from the saved processor state, and no other bit of this state.
+    The second code restores the condition flags from the saved processor state, and no other bit of this
+    state.
     """
     save = pt_regs.save_general() + pt_regs.complete(set_register(pt_regs.SCRATCH, region.addr))
     return save, pt_regs.load_general() + move_stack_pointer(pt_regs.SIZE)
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Return a loop that calls `entry`; the u64 at `turns` is the number of calls; see Arch."""
+    """Return code at `at` that calls `entry` repeatedly; see Arch.
+
+    The u64 at `turns` is the number of calls, which the code counts down to 0.
+    """
     place = pt_regs.SCRATCH
     head = move_stack_pointer(-_LINK_ROOM) + store(SP, 0, LINK, WORD)
     turn = branch(at + len(head), entry, links=True) + set_register(place, turns)
@@ -64,10 +68,10 @@ def relocated(region: Region, to: int) -> bytes:
 
 
 def stub_end(region: Region, to: int) -> StubEnd:
-    """Return the end of a stub: as relocated(), but with a breakpoint in place of a blr; see Arch.
+    """Return the end of a stub (a compiled handler that a breakpoint leads to), placed at `to`; see Arch.
 
-    A br cannot replace the blr, because with branch target identification it does not reach landing pads for
-    calls.
+    The end is what relocated() returns, but a blr is replaced by a breakpoint. A br cannot replace the blr:
+    with branch target identification, a br cannot reach landing pads that allow only calls.
     """
     register = called_register(_word(region))
     if register is None:
@@ -79,7 +83,8 @@ def stub_end(region: Region, to: int) -> StubEnd:
 def original_place(region: Region, copied: int, address: int) -> OriginalPlace:
     """Map an address in the relocated instruction to the original instruction; see Arch.
 
-    No relocated instruction pushes, so `pushed` of the result is 0.
+    `copied`: address of the relocated instruction. No relocated instruction pushes, so `pushed` of the result
+    is 0.
     """
     word = _word(region)
     if called_register(word) is not None:

@@ -17,7 +17,8 @@ from emulated_kernel.util.errors import KernelError
 SP = ZERO = 31
 """Number of two registers: the stack pointer and the zero register.
 
-The number means the stack pointer as the base of an access, and in add_immediate().
+The number means the stack pointer as the base of an access and in add_immediate(), otherwise the zero
+register.
 """
 WORD = 8
 """Size of a register in bytes."""
@@ -93,7 +94,7 @@ def compute(op: RegisterOp, rd: int, rn: int, rm: int) -> bytes:
 
 
 def multiply(rd: int, rn: int, rm: int) -> bytes:
-    """Encode an instruction that sets rd to the low word of rn * rm."""
+    """Encode an instruction that sets rd to the lower 64 bits of rn * rm."""
     return _bytes(0x9B007C00 | rm << 16 | rn << 5 | rd)
 
 
@@ -106,7 +107,7 @@ def compare(rn: int, rm: int) -> bytes:
 
 
 def fits_add(value: int) -> bool:
-    """Return True if the immediate of an addition or subtraction can hold `value`, without a shift."""
+    """Return True if the absolute value of `value` fits in the unshifted 12-bit immediate of add and sub."""
     return -0x1000 < value < 0x1000
 
 
@@ -147,13 +148,13 @@ def move(rd: int, rm: int) -> bytes:
 
 
 def move_wide(rd: int, value: int, part: int) -> bytes:
-    """Encode movk: replace the 16-bit part number `part` of rd by `value`."""
+    """Encode movk: replace 16 bits of rd, from bit 16 * `part` on, by `value`."""
     return _bytes(0xF2800000 | part << 21 | value << 5 | rd)
 
 
 @lru_cache(4096)
 def set_register(rd: int, value: int) -> bytes:
-    """Encode the fewest instructions that set rd to a 64-bit number and change no other register."""
+    """Encode the fewest movz, movn and movk that set rd to a 64-bit number and change no other register."""
     value &= _MASK
     parts = [value >> 16 * part & 0xFFFF for part in range(4)]
     fill = 0xFFFF if parts.count(0xFFFF) > parts.count(0) else 0
@@ -197,7 +198,7 @@ def _access(opcode: int, register: int, base: int, offset: int, size: int) -> by
 
 @lru_cache(4096)
 def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
-    """Encode an instruction that sets rd to `size` bytes at base + offset, extended to a word.
+    """Encode an instruction that sets rd to `size` bytes at base + offset, extended to 64 bits.
 
     fits_access(offset, size) must hold. The value is sign-extended if `sign` is set, else zero-extended.
     """
@@ -258,12 +259,16 @@ def _pairs(places: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
 
 
 def load_exclusive(rd: int, base: int) -> bytes:
-    """Encode ldaxr: load the word at base into rd, and mark its address for the next store_exclusive()."""
+    """Encode ldaxr: load the u64 at base into rd, and mark its address for the next store_exclusive()."""
     return _bytes(0xC85FFC00 | base << 5 | rd)
 
 
 def store_exclusive(status: int, base: int, src: int) -> bytes:
-    """Encode stlxr: store src at base and set `status` to 0, unless memory has changed since the load."""
+    """Encode stlxr: store the u64 in src at base and set `status` to 0, if the mark is still set.
+
+    load_exclusive() sets the mark, and a write to the memory by another CPU removes it. Without the mark,
+    nothing is stored, and `status` becomes 1.
+    """
     return _bytes(0xC800FC00 | status << 16 | base << 5 | src)
 
 
@@ -294,7 +299,7 @@ def branch_if_zero(register: int, offset: int, *, inverted: bool = False) -> byt
 
 
 def branch(source: int, target: int, *, links: bool = False) -> bytes:
-    """Encode a branch from `source` to `target`; with `links`, a call (bl), which writes x30.
+    """Encode a branch from `source` to `target`; if `links` is True, a call (bl), which sets x30.
 
     Raises: KernelError ERANGE (the distance is more than 128 MiB).
     """

@@ -46,8 +46,8 @@ _STACK_ALIGN = 16
 CALLER = 9
 """Number of x9, which has the return address of the traced function when an fentry site calls a handler.
 
-While the handler runs, the two addresses are exchanged: x9 has the address after the site, and x30 has the
-return address.
+While the handler runs, x9 and x30 are exchanged: x9 has the address after the site, and x30 has the return
+address.
 """
 EXCHANGE_LINKS = move(SCRATCH, LINK) + move(LINK, CALLER) + move(CALLER, SCRATCH)
 """Code that exchanges x30 and x9, at the start of code that an fentry site calls.
@@ -77,10 +77,10 @@ def handler_code(
 
 
 def _frame_slots(body: Arm64Lowering, room: int) -> dict[int, int]:
-    """Return a map slot number -> instruction that loads the slot's value from a frame with all registers.
+    """Return a map: slot number -> instruction that loads the slot's value from a frame with all registers.
 
-    A slot is a value at the hit that the program reads. The map is for Encoding.patch_slot. `body`: the
-    program, which runs on the frame. `room`: distance in bytes from the frame up to the probed code's sp.
+    A slot is the value of a register at the hit, which the program reads. The map is for Encoding.patch_slot.
+    `body`: the lowered program. `room`: distance in bytes from the frame up to the probed code's sp.
     """
     slots = {number: in_slot(WORD * number) for number in body.slots}
     return slots | {SP: above_stack(room)}
@@ -151,7 +151,7 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 def return_trampoline(address: int) -> HandlerStub:
-    """Return the return trampoline for the address `address`. Hooked functions return to it.
+    """Return the return trampoline, to which hooked functions return, for the address `address`.
 
     Mirrors: arch/arm64/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
@@ -160,10 +160,11 @@ def return_trampoline(address: int) -> HandlerStub:
 
 
 def ftrace_trampoline() -> HandlerStub:
-    """Return the trampoline that armed fentry sites call; it continues at the saved ip and sp.
+    """Return the trampoline that armed fentry sites call; it ends with a jump to the saved ip.
 
     The instruction before an fentry site copies x30 to x9. The call at the site then overwrites x30. The
-    trampoline saves the return address of the traced function as x30. The trampoline may change x9 and x16.
+    trampoline saves the return address of the traced function as x30. At its end, it sets sp to the saved sp.
+    It may change x9 and x16.
     Mirrors: arch/arm64/kernel/entry-ftrace.S:ftrace_caller (v6.12).
     """
     save = EXCHANGE_LINKS + pt_regs.save_general() + pt_regs.complete(move(SCRATCH, CALLER))
@@ -217,7 +218,8 @@ class Arm64ReturnCode(ReturnCode):
     def _in_frame(self, program: Program, before: bytes = b"", leave: bytes = b"") -> HandlerCode:
         """Return code that runs a program on the register frame that the return trampoline has saved.
 
-        `before` is code to run before the program, and `leave` is code at each JumpTo of the program.
+        `before` is code to run before the program, and `leave` is code at each JumpTo op, where control
+        leaves the program.
         """
         body = Arm64Lowering(program, None, _NO_CONSTANTS)
         return lay_out(body, before, b"", _frame_slots(body, RETURN_ROOM), leave)

@@ -95,8 +95,8 @@ class Handling(Enum):
 def handling_of(word: int) -> Handling:
     """Return how the instruction `word` is executed if it is probed.
 
-    Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although the copy loads
-    from another address, because the address is relative to the instruction.
+    Deviates: loads of SIMD registers from literals are rejected. Linux copies them, although the address is
+    relative to the instruction: the copy loads from another address.
     Mirrors: arch/arm64/kernel/probes/decode-insn.c:aarch64_insn_is_steppable, arm_probe_decode_insn (v6.12).
     """
     if _is_stepped(word):

@@ -40,7 +40,7 @@ from emulated_kernel.arch.program.ir import Arithmetic, Condition, Program
 
 NUMBERS = {name: number for number, name in enumerate((*REGISTER_NAMES, "sp"))}
 LEAVING = LINK
-"""Register that JumpTo sets to the address at which execution continues after the program.
+"""Register that the op JumpTo sets to the address at which execution continues after the program.
 
 Only return trampolines contain JumpTo. At a return, x30 is not live.
 """
@@ -79,7 +79,7 @@ _IMMEDIATE_19 = 0x7FFFF << 5
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
     """Replace the placeholder at offset `at` by the instruction `word`, and keep the placeholder's register.
 
-    `word` is a load or a move whose destination is x0.
+    `word` is a load, move or addition whose destination is x0.
     """
     code[at : at + SIZE] = (word | code[at] & 31).to_bytes(SIZE, "little")
 
@@ -136,9 +136,9 @@ class Arm64Lowering(Lowering):
         self._code += code
 
     def _branch_if_zero(self, condition: Condition, register: int, label: ir.Label) -> None:
-        """Emit a branch to `label`, taken if the result of a test or comparison is 0 or not 0.
+        """Emit a branch to `label`, taken if `condition` holds for the result in `register`.
 
-        `register` contains the result. `condition` selects whether 0 or another value takes the branch.
+        EQ and NO_BIT hold if the result is 0; NE and ANY_BIT hold if it is not 0.
         """
         self._branch_on(asm.branch_if_zero(register, 0, inverted=condition not in _IS_ZERO), label)
 
@@ -151,7 +151,7 @@ class Arm64Lowering(Lowering):
         self._code += asm.move(self._real[op.dst], self._real[op.src])
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Emit a placeholder for the instruction that reads the saved value `number` into `dst`.
+        """Emit a placeholder for the instruction that reads the saved value of register `number` into `dst`.
 
         The location of the saved value is not known before all registers are assigned.
         """

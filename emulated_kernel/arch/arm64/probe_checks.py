@@ -1,4 +1,4 @@
-"""Probe checks of arm64: decides whether Linux would register a probe at an address, or why it would not."""
+"""Probe checks of arm64: whether Linux would register a probe at an address, and if not, why."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def _jump_reason(word: int, is_guarded: bool) -> RejectReason | None:
 
 @lru_cache(1 << 16)
 def _reason(word: int, is_guarded: bool) -> RejectReason | None:
-    """Return the reason why no probe, or only one without a jump, may be placed on the instruction `word`.
+    """Return the reason why `word` cannot be probed or, if it can, why no jump may replace it.
 
-    Return None if both a probe and a jump may be placed. `is_guarded`: see Arm64FunctionAnalysis.
+    Return None if the instruction can be probed and replaced. `is_guarded`: see Arm64FunctionAnalysis.
     """
     if handling_of(word) is Handling.REJECTED:
         return RejectReason.NOT_COPYABLE
@@ -137,8 +137,8 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
     def _is_guarded(self) -> bool:
         """Whether functions begin with a landing pad (BTI).
 
-        The property examines the instruction before the two nops at each of the first fentry sites. If the
-        kernel has no fentry sites, the value is True.
+        True if a `bti` precedes the two nops at any of the first fentry sites, or if the kernel has no fentry
+        sites.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_call_adjust (v6.12).
         """
         before = [self._text_at(site - 2 * SIZE, SIZE) for site in self._mcount[:PAD_SAMPLE]]
@@ -151,11 +151,14 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return found
 
     def is_entry_site(self, offset: int) -> bool:
-        """Return True if an fentry site at `offset` in a function is the second nop at its entry."""
+        """Return True if an fentry site at `offset` in a function is the second of the two nops at its entry.
+
+        A landing pad (`bti`) may precede the nops.
+        """
         return SIZE <= offset <= 2 * SIZE
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Rejection | None:
-        """Return the reason to reject a probe at `addr`: an fentry site, or a reason of ProbeChecker.
+        """Return the reason to reject a probe at `addr`: an fentry site, or the kprobe blacklist.
 
         Return None if there is no reason.
         Mirrors: kernel/kprobes.c:check_ftrace_location, without CONFIG_KPROBES_ON_FTRACE (v6.12).
@@ -172,7 +175,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return the first reason against a jump at each instruction of a function; see ProbeChecker.
+        """Return a map: instruction address -> first reason against a jump at it; see ProbeChecker.
 
         This method decides about all instructions at once. A check of each instruction would take too long,
         because a kernel has millions of instructions. The results equal those of check_each_insn(). Only a

@@ -62,7 +62,7 @@ def complete(set_ip: bytes, room: int = SIZE) -> bytes:
 
 
 def load_general(*but: int) -> bytes:
-    """Return code that restores the condition flags, and x0 to x30 except the registers `but`."""
+    """Return code that restores the condition flags, and x0 to x30 except `but`, from the struct at sp."""
     places = {number: at for number, at in _PLACES.items() if number not in but}
     flags = load(SCRATCH, SP, OFFSETS["flags"], WORD) + write_flags(SCRATCH)
     return flags + load_all(SP, places)

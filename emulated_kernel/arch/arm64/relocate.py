@@ -39,7 +39,7 @@ class Relocation(Enum):
     CONDITIONAL = auto()
     """A b.cond, cbz or tbz. The inverted branch skips a jump to the target."""
     CALL = auto()
-    """A bl. x30 is set to the original return address, so that no frame has an address in the detour."""
+    """A bl. x30 is set to the original return address, so that no stack frame has a detour's address."""
     LEAVE = auto()
     """A return or indirect jump, which is copied."""
     REFUSED = auto()

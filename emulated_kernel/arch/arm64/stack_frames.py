@@ -51,8 +51,8 @@ _WITH_REGISTER = 1 << 21
 def frame_insns(code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
     """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: the function loads another stack pointer, and returns on that stack, which an earlier
-    call of the function left.
+    `switches_stack`: True if the function switches to another stack, on which an earlier call of it was
+    suspended. That stack has the same layout, so the switch changes nothing in the frame.
     """
     for number, word in enumerate(words_of(code)):
         at = addr + SIZE * number

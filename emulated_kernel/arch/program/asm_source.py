@@ -125,7 +125,7 @@ def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
 
 
 def register_names(mask: int, names: Sequence[str]) -> frozenset[str]:
-    """Return the names of the registers in a mask. `names`: the pt_regs names, ordered by number."""
+    """Return the names of the registers in a mask. `names`: pt_regs name of each bit, from bit 0 on."""
     return frozenset(name for number, name in enumerate(names) if mask >> number & 1)
 
 
@@ -142,12 +142,13 @@ class Assembler(ABC):
     def cells(self, source: SourceText) -> tuple[str, ...]:
         """Return the names of the cells that a handler's text uses, without duplicates.
 
-        Raises: KernelError EINVAL.
+        Raises: KernelError EINVAL (a statement is invalid).
         """
 
     @abstractmethod
     def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
-        """Assemble the parsed text of a handler. Raises: KernelError EINVAL.
+        """Assemble the parsed text of a handler.
 
-        `cells`: name -> offset from the base of the per-CPU data.
+        `cells`: name of a cell -> offset from the base of the per-CPU data. Raises: KernelError EINVAL (a
+        statement is invalid, or not allowed in a handler).
         """

@@ -94,11 +94,10 @@ class Lowering(ABC):
     def __init__(
         self, real: Assignment, constants: Mapping[str, int], breakpoint_: bytes, before_host: bytes
     ) -> None:
-        """Start with an empty block.
+        """Create a lowering with one empty block.
 
-        `real`: real registers of the virtual registers. `constants`: pt_regs name -> known value.
-        `breakpoint_`: breakpoint instruction of host calls. `before_host`: code to insert before each host
-        call.
+        `real`: virtual register -> real register. `constants`: pt_regs name -> known value. `breakpoint_`:
+        breakpoint instruction of host calls. `before_host`: code to insert before each host call.
         """
         self._real = real
         self._constants = constants

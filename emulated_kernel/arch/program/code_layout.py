@@ -24,7 +24,7 @@ class Encoding:
     patch_jump: Patch
     """Function that fills in the target of a jump or branch; the value is the target's offset in the code."""
     patch_slot: Patch
-    """Function that fills in the place of a saved value, such as an offset from sp."""
+    """Function that fills in an instruction's reference to a saved value, such as an offset from sp."""
 
 
 class Block:

@@ -134,8 +134,8 @@ class StoreImmediate(Op):
 class UserAccessBegin(Op):
     """Allow loads from user memory, for architectures without Arch.reads_user.
 
-    The ops up to the UserAccessEnd may only compute, branch, and access memory at virtual registers. Each
-    path, including that of a fault, must lead to a UserAccessEnd.
+    The ops up to the UserAccessEnd may only compute, branch, and access memory at addresses in virtual
+    registers. Each path, including that of a fault, must lead to a UserAccessEnd.
     Mirrors: arch/x86/include/asm/smap.h:smap_save (v6.1).
     """
 

@@ -23,7 +23,7 @@ class EntryKind(Enum):
     JUMP = auto()
     """By the jump of an optimized probe, without a trap."""
     CALL = auto()
-    """By a call at the probed address; the return address is on the stack."""
+    """By a call at the probed address. On x86, the return address is on the stack."""
     RETURN = auto()
     """By the return trampoline; sp points at the word that holds the real return address."""
 

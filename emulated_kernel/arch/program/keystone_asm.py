@@ -14,7 +14,7 @@ NUMBER = lazy_pattern(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])"
 def hexadecimal_numbers(text: str) -> str:
     """Return the text of a statement with all its numbers in hexadecimal.
 
-    Keystone reads numbers without a prefix as hexadecimal.
+    Keystone would read a decimal number as hexadecimal.
     """
     return NUMBER.sub(_hexadecimal, text)
 
@@ -37,9 +37,11 @@ def keystone_engine(architecture: str, mode: str) -> Any:
 
 
 def assemble_one(engine: Any, statement: Statement, text: str, at: int) -> bytes:
-    """Return the machine code of `text`, which is a form of `statement`, for the address `at`.
+    """Return the machine code of `text` for the address `at`; empty if keystone makes no code.
 
-    The result is empty if keystone makes no code. Raises: KernelError EINVAL (keystone refuses the text).
+    `text`: the statement as keystone reads it. `statement`: the original, for the error message.
+
+    Raises: KernelError EINVAL (keystone refuses the text).
     """
     from keystone.keystone import KsError
 

@@ -58,7 +58,7 @@ class RiscvFunctionAnalysis:
     def __init__(self, function: Function, *, compressed: bool, fentry: Set[int] = frozenset()) -> None:
         """Decode a function. `fentry`: addresses of the kernel's fentry sites.
 
-        `compressed`: the kernel uses instructions of 2 bytes (RVC); otherwise all have 4 bytes.
+        `compressed`: True if the kernel uses instructions of 2 bytes (RVC), too; False if all have 4 bytes.
         """
         self.function = function
         self.fentry = fentry
@@ -88,9 +88,10 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def rejections(self) -> dict[int, Rejection | None]:
-        """Address of an instruction -> rejection of the first one from there on that a detour can't execute.
+        """Address of an instruction -> rejection of the nearest instruction that a detour can't execute.
 
-        The value is None if there is no such instruction up to the end of the function.
+        This is the instruction itself or a later one. The value is None if a detour can execute all
+        instructions up to the end of the function.
         """
         found: dict[int, Rejection | None] = {}
         first = None

@@ -116,10 +116,11 @@ class Riscv(Arch):
         return detours.ftrace_trampoline(self.breakpoint)
 
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
-        """Return the slot of a call that has stored its return address at `pointer`; see Arch.
+        """Return the lowest of the stack slots above `pointer`, that of the hooked call; see Arch.
 
-        `pointer` is below the slot of this call, and above the slots of the calls that the hooked function
-        has made.
+        `pointer` lies between the slots of the calls that the hooked function has made, which are below it,
+        and the slot of this call. Return None if no slot is above `pointer`.
+
         Mirrors: arch/riscv/kernel/stacktrace.c:walk_stackframe (v6.12).
         """
         return min((slot for slot in slots if slot > pointer), default=None)
@@ -170,7 +171,7 @@ class RISCV64(Riscv):
 
 
 class LinuxRISCV64(RISCV64):
-    """Hooks of a distribution's riscv64 kernel with one CPU: tp holds the running task's address.
+    """Hooks of a distribution's riscv64 kernel with one CPU. tp holds the running task's address.
 
     No register holds the address of per-CPU data, so the code of a handler contains the addresses of its
     cells (per-CPU variables). The kernel clears sstatus.SUM except in its own accesses to user memory.

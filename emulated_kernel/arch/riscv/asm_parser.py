@@ -88,7 +88,7 @@ class RiscvAssembler(Assembler):
     """Assembler of RISC-V handlers, in GNU syntax.
 
     A cell is a per-CPU variable of the handler; `la` loads its address. A store to a cell has a third
-    operand: a register for the cell's address, which may be overwritten.
+    operand: a register that the cell's address may overwrite.
     """
 
     def cells(self, source: SourceText) -> tuple[str, ...]:
@@ -127,7 +127,10 @@ class _SourceLine:
 
     @classmethod
     def of(cls, statement: Statement) -> _SourceLine:
-        """Parse a statement, and replace pseudo-instructions by the instructions that they abbreviate."""
+        """Parse a statement, and replace pseudo-instructions by the instructions that they abbreviate.
+
+        Raises: KernelError EINVAL (a pseudo-instruction has a wrong number of operands).
+        """
         name, *more = statement.text.split(None, 1)
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
         name = name.lower()
@@ -164,7 +167,8 @@ class _SourceLine:
     def cell_operand(self) -> tuple[str, int] | None:
         """Return (name of the cell, offset in it) if the instruction accesses a cell, else None.
 
-        A cell is a per-CPU variable of the handler.
+        A cell is a per-CPU variable of the handler. Raises: KernelError EINVAL (the offset is no number from
+        0 to 7).
         """
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
         if not takes or len(self.operands) < 2:
@@ -188,7 +192,7 @@ class _SourceLine:
         """Return the machine code of the statement, without the target if it is a jump.
 
         `cells`: name of a cell -> its offset from the base of the per-CPU data.
-        Raises: KernelError EINVAL.
+        Raises: KernelError EINVAL (an unknown instruction or invalid operands).
         """
         make = _MAKERS.get(self.name)
         if make is None:

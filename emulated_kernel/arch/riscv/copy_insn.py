@@ -13,7 +13,8 @@ from emulated_kernel.util.errors import KernelError
 def prepare(code: bytes, addr: int, breakpoint_: bytes, *, compressed: bool) -> ArchSpecificInsn:
     """Prepare the instruction at `addr` for out-of-line execution.
 
-    `compressed`: the kernel uses RVC. `breakpoint_`: code to put after the copy.
+    `code`: starts with the instruction. `compressed`: the kernel uses RVC. `breakpoint_`: breakpoint
+    instruction to put after the copy.
     Raises: KernelError EINVAL (system instructions and fences).
     Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_prepare_kprobe, arch_prepare_ss_slot (v6.1).
     """

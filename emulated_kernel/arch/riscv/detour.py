@@ -42,25 +42,25 @@ from emulated_kernel.arch.riscv.relocate import LEAVES, RELOCATED_CALLS, relocat
 from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 
 MAX_REGION = 10
-"""Maximum size in bytes of a region: three compressed instructions and one of 4 bytes."""
+"""Maximum size in bytes of a region, the instructions that a jump replaces: three of 2 bytes and one of 4."""
 _MAX_GROWTH = 4 * 10
-"""Upper limit in bytes of the growth of a region by relocation.
+"""Upper limit for the number of bytes by which relocation makes a region's code longer.
 
-Each of four 2-byte branches becomes 12 bytes.
+Each of four 2-byte branches can become 12 bytes.
 """
 MAX_COPIED = MAX_REGION + _MAX_GROWTH + LONG_JUMP_SIZE
 MAX_DETOUR = 384
 RETURN_ROOM = SIZE + 2 * WORD
 """Size in bytes of a return trampoline's stack frame: pt_regs and the return address, 16-byte aligned."""
 _EVEN = (1 << 64) - 2
-"""Mask that a jalr applies to its target address: the mask clears bit 0."""
+"""Mask of the bits of the target address that a jalr keeps: all except bit 0."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 
 def detour_jump(region: Region, target: int) -> bytes:
-    """Encode the jump to `target` that replaces a region: auipc and jalr through a free register, padded.
+    """Encode the code that replaces a region: a jump to `target` (auipc and jalr), padded with c.nop.
 
-    Raises: KernelError ERANGE.
+    The jump goes through the region's free register. Raises: KernelError ERANGE (farther than 2 GiB).
     Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
     """
     register = _NUMBERS[_scratch(region).entry]
@@ -71,7 +71,8 @@ def detour_jump(region: Region, target: int) -> bytes:
 def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
     """Return the region's instructions, relocated to `to`, and a jump back (auipc and jalr); see Arch.
 
-    Linux: the detour loads the address of the region's end from a word next to the code.
+    `compressed`: the kernel uses RVC.
+    Linux: the detour of optprobes v6 loads the address of the region's end from a word next to the code.
     Deviates: an auipc computes the address.
     """
     code = b"".join(code for _, _, code in _relocated_insns(region, to, compressed=compressed))
@@ -96,18 +97,19 @@ def _relocated_insns(region: Region, to: int, *, compressed: bool) -> Iterator[t
 def _linked_call(scratch: int, source: int, register: int, offset: int, following: int) -> bytes:
     """Encode a relocated jalr whose base register `register` also receives the return address.
 
-    `source`: address of the code. `offset`: offset of the target from the base. `following`: the return
-    address. The code overwrites the register `scratch`.
+    `source`: address at which the code will be placed. `offset`: offset of the target from the base.
+    `following`: the return address. The code overwrites the register `scratch`.
     """
     target = addi(scratch, register, offset)
     return target + set_to_address(register, source + len(target), following) + jump_register(scratch)
 
 
 def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -> StubEnd:
-    """Return the end of a stub: the only instruction of `region`, relocated without a free register.
+    """Return the code that ends a stub (the compiled handlers of a breakpoint hit), for the address `to`.
 
-    A breakpoint takes the place of each jump that would need a register; see Arch. `breakpoint_`: the
-    breakpoint instruction. `compressed`: the kernel uses RVC.
+    It has the effect of the only instruction of `region`, relocated without a free register. A breakpoint
+    takes the place of each jump that would need a register; see Arch. `breakpoint_`: the breakpoint
+    instruction. `compressed`: the kernel uses RVC.
     """
     insn, code, leads = _stub_insn(region, to, breakpoint_, compressed=compressed)
     if relocation_of(insn) not in (*LEAVES, *RELOCATED_CALLS):
@@ -169,7 +171,9 @@ def _scratch(region: Region) -> ScratchRegisters:
 
 
 def around_handler(region: Region) -> tuple[bytes, bytes]:
-    """Return code that saves a struct pt_regs on the stack, and code that restores it; see Arch.
+    """Return code that saves the registers in a struct pt_regs on the stack, and code that restores them.
+
+    The saved ip is the region's address. See Arch.
 
     Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
     """
@@ -208,9 +212,9 @@ RETURN_FROM_FRAME = (
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:
-    """Return a loop for the address `at` that calls `entry`.
+    """Return guest code, for the address `at`, with a loop that calls the code at `entry`.
 
-    The number of calls is the u64 at address `turns`; see Arch.
+    The number of calls is the u64 at address `turns`, which the loop counts down to 0; see Arch.
     """
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)

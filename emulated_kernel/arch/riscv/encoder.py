@@ -1,4 +1,4 @@
-"""Encoder for the RISC-V instructions of which handlers and detours are made; only RV64I and atomics.
+"""Encoder for the RISC-V instructions of which handlers and detours are made: RV64I, mul and atomics.
 
 Registers are numbers (0 zero, 1 ra, 2 sp, ...).
 """
@@ -103,7 +103,7 @@ def addi(rd: int, rs1: int, value: int) -> bytes:
 
 
 def move(rd: int, rs: int) -> bytes:
-    """Encode an instruction that sets rd to rs."""
+    """Encode an instruction that sets rd to rs; return b"" if both are the same register."""
     return addi(rd, rs, 0) if rd != rs else b""
 
 
@@ -117,12 +117,12 @@ def set_to_address(rd: int, source: int, target: int) -> bytes:
 
 
 def lui(rd: int, value: int) -> bytes:
-    """Encode an instruction that sets rd to the upper 20 bits of a 32-bit value, sign-extended."""
+    """Encode a lui that sets rd to a 32-bit value without its lower 12 bits, sign-extended."""
     return _bytes(u_type(RiscvOpcode.LUI, rd, value))
 
 
 def auipc(rd: int, value: int) -> bytes:
-    """Encode an auipc that sets rd to its own address + the upper 20 bits of a 32-bit value."""
+    """Encode an auipc that sets rd to its own address + a 32-bit value without its lower 12 bits."""
     return _bytes(u_type(RiscvOpcode.AUIPC, rd, value))
 
 

@@ -1,4 +1,4 @@
-"""The extended strategy on RISC-V: jumps where the rules of optprobes refuse them, with relocated branches.
+"""The optimization policy `extended` on RISC-V: jumps where optprobes refuses them, with relocated branches.
 
 A branch or call in a detour reaches its target by auipc and jalr, through a register that is free at the
 target. A relocated call loads the original return address into ra, so that no stack or register holds an
@@ -49,9 +49,9 @@ class _Replaced:
 
 
 def region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that a jump at `addr` would replace, or the rejection of the jump.
+    """Return the region (instructions) that a jump at `addr` would replace, or the rejection of the jump.
 
-    The rules are those of the extended strategy.
+    The rules are those of the optimization policy `extended`.
     """
     for reason in (RejectReason.UNDECODABLE, RejectReason.INDIRECT_JUMP):
         if reason in analysis.hazards:
@@ -140,9 +140,10 @@ def _leads_on(
 
 
 def _pair_target(analysis: RiscvFunctionAnalysis, at: int, insn: RiscvInsn) -> int | None:
-    """Return the target of the jalr `insn` at `at`, if an auipc before it sets its base; otherwise None.
+    """Return the target of the jalr `insn` at `at`, or None if it is unknown.
 
-    Return None as well if a jump of the function leads to the jalr.
+    The target is known if an auipc directly before the jalr sets the base register, and no jump of the
+    function leads to the jalr.
     """
     before = at - RVI_SIZE
     facts = analysis.insns.get(before)
@@ -161,10 +162,10 @@ def _free_at(analysis: RiscvFunctionAnalysis, target: int) -> int:
 
 
 def _free_at_entry(analysis: RiscvFunctionAnalysis, target: int) -> int:
-    """Return the mask of the registers that are free at the function entry `target`: only t0, or 0.
+    """Return a mask of the registers that are known to be free at the function entry `target`.
 
-    t0 is free if the entry is an fentry site, which overwrites t0 while its function is traced. For a
-    function without an fentry site, no register is known to be free.
+    The mask contains only t0 if the entry is an fentry site, which overwrites t0 while its function is
+    traced. The mask is 0 if the entry is no fentry site.
     """
     return 1 << T0 if target in analysis.fentry else 0
 
@@ -188,7 +189,7 @@ def _scratch(analysis: RiscvFunctionAnalysis, addr: int, replaced: _Replaced) ->
 
 
 def _padding(analysis: RiscvFunctionAnalysis, at: int) -> int:
-    """Return the size of the nop or unused halfword at `at`, or 0 if there is another instruction."""
+    """Return the size in bytes of the nop or the zero halfword at `at`; 0 if neither is there."""
     start = at - analysis.function.addr
     code = analysis.function.code[start : start + RVI_SIZE]
     if code == NOP:

@@ -1,7 +1,8 @@
 """Generator of RISC-V handler code: a handler program, and code that saves and restores registers around it.
 
-If the live registers are unknown, the code saves every register in a struct pt_regs. Otherwise it saves
-only the registers that are both live and written by the program.
+The program is what a probe does at a hit, as operations for any architecture. If the live registers are
+unknown, the code saves every register in a struct pt_regs. Otherwise it saves only the registers that are
+both live and written by the program.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def handler_code(
 ) -> HandlerCode:
     """Return code that runs a program and preserves the registers `live`, or all registers if `live` is None.
 
-    `addr`: address of the probe, which the program sees as the ip. `breakpoint_`: breakpoint for host calls.
-    `per_cpu`, `user_access`: see RiscvLowering.
+    `addr`: address of the probe, which the program sees as the ip. `breakpoint_`: breakpoint instruction by
+    which the code calls the host. `per_cpu`, `user_access`: see RiscvLowering.
     """
     constants = {"ip": addr, **pt_regs.FIXED_REGISTERS}
 
@@ -68,7 +69,7 @@ def handler_code(
 
 
 def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
-    """Return handler code with short branches if they reach their targets, else with far branches.
+    """Return handler code with short branches (4 KiB) if they reach their targets, else with far branches.
 
     `make(far)` generates the code, with far branches if `far` is True.
     """
@@ -89,9 +90,9 @@ def _save_all(
 ) -> HandlerCode:
     """Return a program's code, and code around it that saves all registers in a frame (struct pt_regs).
 
-    At each host call of the program, sp points at the complete frame. `breakpoint_`: breakpoint for host
-    calls. `constants`: pt_regs name -> known value. `far`: branches may lead farther than 4 KiB. `per_cpu`,
-    `user_access`: see RiscvLowering.
+    At each host call of the program, sp points at the complete frame. `breakpoint_`: breakpoint instruction
+    by which the code calls the host. `constants`: pt_regs name -> known value. `far`: branches may lead
+    farther than 4 KiB. `per_cpu`, `user_access`: see RiscvLowering.
     """
     # `completed` changes only t0, which programs don't use.
     completed = pt_regs.complete(set_register(T0, constants["ip"]))
@@ -144,10 +145,10 @@ _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
 The lowest word of the area is the return address.
 """
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
-"""Code that pushes ra, by which an unwinder recognizes a hooked function.
+"""Code that pushes ra: by this value, an unwinder recognizes a hooked function.
 
-After the return of a hooked function, ra still contains the address to which the function returned: the
-trampoline's.
+After the return of a hooked function, ra still contains the trampoline's address, to which the function has
+returned.
 """
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
@@ -162,7 +163,7 @@ class RiscvReturnCode(ReturnCode):
     def __init__(
         self, breakpoint_: bytes, *, per_cpu: int | None = PER_CPU, user_access: int | None = None
     ) -> None:
-        """Store the breakpoint instruction of the generated code.
+        """Create a generator of code that calls the host by the breakpoint instruction `breakpoint_`.
 
         `per_cpu`, `user_access`: see RiscvLowering.
         """

@@ -131,7 +131,7 @@ SIMULATED = 8
 REJECTED = 16
 """Bit of RiscvInsnAttributes.kind: the instruction can't be probed."""
 LEADS_ELSEWHERE = 32
-"""Bit of RiscvInsnAttributes.kind: the instruction is a direct branch, a direct call, or any jump."""
+"""Bit of RiscvInsnAttributes.kind: a direct branch, jump or call, or an indirect jump that is no return."""
 _KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED: REJECTED}
 
 
@@ -153,7 +153,7 @@ class RiscvInsnAttributes:
         self._word = word
         self.opcode = word & 0x7F
         self.handling = _HANDLING.get(self.opcode, Handling.COPIED)
-        """Way in which the instruction is executed out of line.
+        """How the instruction is executed out of line, or that it can't be probed.
 
         Deviates: compressed jumps and branches are simulated, as in v6.6, and c.addiw is copied. v6.1 refuses
         compressed jumps and branches. It also refuses c.addiw, which it mistakes for the c.jal of 32-bit
@@ -162,7 +162,7 @@ class RiscvInsnAttributes:
         """
         form = self._form
         self.mentioned: int = 0 if form is None else self._reads(form) | self._writes(form)
-        """Mask of the registers that the instruction names."""
+        """Mask of the general registers that the instruction names; 0 if its operands are unknown."""
         self.relative_target = relative_target(word)
         """Distance in bytes to the target of a branch or jal; None for other instructions."""
         leads = self.relative_target is not None or self.is_indirect_jump

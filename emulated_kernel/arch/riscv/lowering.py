@@ -1,4 +1,4 @@
-"""Lowering of a program's ops to RISC-V instructions, with the registers that are cheapest to use."""
+"""Lowering of a handler program's ops to RISC-V instructions, with the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ _CONDITIONS = {
 """Condition -> funct3 of the branch, and whether the operands must be swapped."""
 
 _STATUS = -5
-"""Pseudo virtual register with the value of sstatus before a UserAccessBegin."""
+"""Number of an internal virtual register: the value of sstatus before the op UserAccessBegin."""
 _BITS = -6
-"""Pseudo virtual register with the bits of sstatus that UserAccessBegin or UserAccessEnd changes."""
+"""Number of an internal virtual register: the bits of sstatus that a UserAccess op changes."""
 _LINK = -7
-"""Pseudo virtual register with the return address of a call of USER_ACCESS."""
+"""Number of an internal virtual register: the return address of a call of USER_ACCESS."""
 _OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
-"""Pseudo virtual register -> real register, for programs that call USER_ACCESS."""
+"""Number of an internal virtual register -> number of a real one, for programs that call USER_ACCESS."""
 USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
 """Code that handlers call to change sstatus: its first part sets the bits in t4.
 
@@ -131,7 +131,7 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 
 class RiscvLowering(Lowering):
-    """Lowers ops to RISC-V instructions. lay_out() of the code may raise BranchOutOfReachError."""
+    """Lowers ops to RISC-V instructions. lay_out() raises BranchOutOfReachError if a branch is too far."""
 
     zero = ZERO
     encoding = Encoding(_HOLE, 0, _patch_jump, _patch_slot)
@@ -277,9 +277,9 @@ class RiscvLowering(Lowering):
         self._change_status(clear_in_status(bits), USER_ACCESS_END)
 
     def _change_status(self, insn: bytes, offset: int) -> None:
-        """Emit `insn`, which changes sstatus, or, if USER_ACCESS is in memory, a call of its copy of `insn`.
+        """Emit code that changes sstatus: `insn`, or a call of the copy of `insn` in USER_ACCESS.
 
-        `offset`: offset in bytes of the copy in USER_ACCESS.
+        Emit the call if USER_ACCESS is in guest memory. `offset`: offset in bytes of the copy in USER_ACCESS.
         """
         if self._user_access is None:
             self._code += insn

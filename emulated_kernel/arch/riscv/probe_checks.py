@@ -1,4 +1,4 @@
-"""Probe checks of RISC-V: registration, and optimization with the free registers that jumps need.
+"""Probe checks of RISC-V: for registration, and for optimization, whose jumps need free registers.
 
 Source of the rules of optimization: "Add OPTPROBES feature on RISCV", v6, 2023.
 """
@@ -43,7 +43,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 
 def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
+    """Return the region (instructions) that a jump at `addr` would replace, or the rejection of the jump.
 
     Deviates: functions with an indirect jump are refused, as on x86, and so are fentry sites and jump labels.
     Mirrors: opt.c:can_optimize, arch_prepare_optimized_kprobe (optprobes v6, 2023).
@@ -128,7 +128,7 @@ def _scratch(entry: int, back: int) -> ScratchRegisters:
 
 
 class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
-    """Probe checks of an image with or without compressed instructions."""
+    """Probe checks of a RISC-V kernel image, with or without compressed instructions."""
 
     all_live = ALL_LIVE
     fentry_size = LONG_JUMP_SIZE
@@ -364,7 +364,7 @@ STRATEGIES = {
         ),
     )
 }
-"""Optimization policies of RISC-V, by the name that profiles use."""
+"""Name that profiles use -> optimization policy of RISC-V."""
 
 
 class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
@@ -425,7 +425,7 @@ def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
 
 
 _LOW_PART = 1 << 12
-"""Size in bytes of the range that the lower 12 bits of a distance cover, which an auipc does not contain."""
+"""Size in bytes of the range that the lower 12 bits of a distance cover; an auipc lacks these bits."""
 
 
 def _opcodes(opcode: int) -> bytes:

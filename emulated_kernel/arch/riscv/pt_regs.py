@@ -47,7 +47,8 @@ def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
 def load_general(*, but: int = SP) -> bytes:
     """Return code that restores all general registers except sp, `but` and gp.
 
-    gp belongs to the CPU, and the task may have moved to another CPU in the meantime.
+    gp leads to the CPU's per-CPU data (Linux doesn't use it so), and the task may have moved to another CPU
+    in the meantime.
     """
     kept = (but, GP)
     return b"".join(load(number, SP, WORD * number, WORD) for number in _GENERAL if number not in kept)

@@ -1,4 +1,4 @@
-"""Relocation of RISC-V instructions into a detour. Unlike optprobes, it also moves branches and calls."""
+"""Relocation of RISC-V instructions into a detour. Unlike in optprobes, branches and calls are moved, too."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from emulated_kernel.util.errors import KernelError
 _INVERT = 1
 """Bit of funct3 that inverts the condition of a branch."""
 _CSR = 3
-"""Mask of bits of the field funct3 in a system instruction.
+"""Mask of bits in the field funct3 of a system instruction.
 
-The bits are 0 unless the instruction accesses a control register.
+At least one of the bits is set if the instruction accesses a control register; otherwise both are 0.
 """
 
 
 class Relocation(Enum):
-    """How the extended strategy relocates an instruction into a detour."""
+    """How the optimization policy `extended` relocates an instruction into a detour."""
 
     COPY = auto()
     BEYOND_TABLE = auto()
@@ -53,7 +53,7 @@ RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 @lru_cache(4096)
 def relocation_of(insn: RiscvInsn) -> Relocation:
-    """Return how the extended strategy relocates the instruction `insn`."""
+    """Return how the optimization policy `extended` relocates the instruction `insn`."""
     if insn.opcode == RiscvOpcode.JAL:
         return Relocation.JUMP if insn.rd == ZERO else Relocation.CALL
     if insn.opcode == RiscvOpcode.JALR:
@@ -78,11 +78,11 @@ Its arguments are the address of the code, the register, the offset from it, and
 
 
 def relocate(insn: RiscvInsn, code: bytes, addr: int, to: int, jump: Jump, linked_call: LinkedCall) -> bytes:
-    """Return code at `to` with the effect of `insn` at `addr`, whose bytes are `code`.
+    """Return code for the address `to` with the effect of the instruction `insn` (bytes `code`) at `addr`.
 
     `jump` and `linked_call` encode each jump that needs a register, or return other code to put in its place.
 
-    Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (out of reach).
+    Raises: KernelError EINVAL (the instruction can't be moved), ERANGE (a target is out of reach).
     """
     kind = relocation_of(insn)
     if kind is Relocation.REFUSED:

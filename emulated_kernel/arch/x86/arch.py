@@ -46,7 +46,7 @@ def _registers(frame: RegsFrame, arguments: str) -> Registers:
 
 
 class X86(Arch):
-    """Hooks that x86_64 and i386 share; `bits` selects the decoder's mode."""
+    """Hooks that x86_64 and i386 share; `bits`, 64 or 32, selects the decoder's mode."""
 
     breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
@@ -149,7 +149,10 @@ class X86(Arch):
 
 
 class X86_64(X86):
-    """Hooks of x86_64. Arguments are in six registers, then on the stack above the return address."""
+    """Hooks of x86_64.
+
+    Function arguments are in six registers, then on the stack above the return address.
+    """
 
     name = "x86_64"
     bits = 64
@@ -173,7 +176,8 @@ class X86_64(X86):
 class SmapX86_64(X86_64):
     """Hooks of x86_64 for a kernel whose CPU has SMAP.
 
-    A load from user memory faults unless the flag AC is set, and only the kernel's own copies set it.
+    A load from user memory faults unless the flag AC is set. Only the kernel's functions that access user
+    memory set AC.
     Mirrors: arch/x86/include/asm/smap.h (v6.1).
     """
 
@@ -183,7 +187,7 @@ class SmapX86_64(X86_64):
 class I386(X86):
     """Hooks of i386.
 
-    Arguments are in three registers (regparm=3), then on the stack above the return address.
+    Function arguments are in three registers (regparm=3), then on the stack above the return address.
     """
 
     name = "i386"

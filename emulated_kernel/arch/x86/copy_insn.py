@@ -67,7 +67,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """Encode a `jmp rel32` from `source` to `target`. Raises: KernelError ERANGE (too far)."""
+    """Encode a `jmp rel32` from `source` to `target`. Raises: KernelError ERANGE (32 bits don't reach)."""
     distance = target - (source + JMP32_SIZE)
     if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
@@ -122,7 +122,8 @@ def prepare(
     """Prepare the instruction at `addr` for out-of-line execution at `slot_addr`, by the kernel's `rules`.
 
     `may_fault`: the instruction has an exception table entry.
-    Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (the instruction has 15 bytes).
+    Raises: KernelError EINVAL (see copy_instruction()), EOPNOTSUPP (see prepare_emulation()), ENOSPC (the
+    instruction has 15 bytes).
     Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1).
     """
     found = _prepare_anywhere(code, bits, rules, may_fault)
@@ -256,6 +257,7 @@ def _prepare_indirect(insn: X86Insn, addr: int, bits: int) -> X86Emulation | Non
     """Prepare the emulation of an indirect branch (group 5); return None for other instructions.
 
     Only branches to the address in a whole register are emulated.
+    Raises: KernelError EOPNOTSUPP (far, or through memory or a part of a register).
     """
     if insn.reg in (3, 5):
         raise KernelError(EOPNOTSUPP, "indirect far transfer")

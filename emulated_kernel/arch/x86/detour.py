@@ -23,13 +23,19 @@ OWN_SIZE = len(push_address(0))
 _FILLERS = (INT3, b"\x90", b"\x0f\x1f")
 """Opcodes of int3 and of nops, with which the compiler fills the space after a function's code."""
 MAX_DETOUR = 160
-"""Maximum size in bytes of a detour: the template, and at most MAX_COPIED bytes."""
+"""Maximum size in bytes of a detour: code around the call of the handler, and at most MAX_COPIED bytes."""
 MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE
-"""Size in bytes of the largest region: four bytes, and the longest instruction."""
+"""Maximum size in bytes of a region (the instructions that a jump replaces).
+
+It is the size if an instruction of maximum size begins at the jump's last byte.
+"""
 _MAX_GROWTH = 3 * 7
-"""Maximum growth of a region by relocation, in bytes: each of three 2-byte branches becomes 9 bytes."""
+"""Upper limit for the number of bytes by which relocation makes a region's code longer.
+
+Each of three 2-byte branches can become 9 bytes.
+"""
 MAX_COPIED = MAX_DETOURED + _MAX_GROWTH + JMP32_SIZE
-"""Upper limit of the size in bytes of relocated instructions plus a jump."""
+"""Upper limit for the size in bytes of a region's relocated instructions and the jump back."""
 
 
 def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
@@ -99,7 +105,9 @@ class X86TextReturns(TextReturns):
 
 
 def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
-    """Return code that saves a struct pt_regs, and code that restores it; see Arch.
+    """Return code that saves the registers in a struct pt_regs on the stack, and code that restores them.
+
+    The saved ip is the address after a breakpoint at the region's start. See Arch.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
@@ -126,7 +134,9 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
 
 
 def stub_end(region: Region, to: int, bits: int) -> StubEnd:
-    """Return the end of a stub: the region's instructions, relocated, and a jump back; see Arch.
+    """Return the code that ends a stub (the compiled handlers of a breakpoint hit), for the address `to`.
+
+    It consists of the region's instructions, relocated, and a jump back; see Arch.
 
     If the region is a popf that would set the trap flag, a breakpoint makes Python execute the popf.
     """

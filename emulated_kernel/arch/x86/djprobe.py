@@ -22,7 +22,7 @@ _GROUP_5 = b"\xff"
 
 
 def region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the detoured region (DCR) of a probe at `addr`, or a rejection by the first rule that it breaks.
+    """Return the detoured region (DCR) of a probe at `addr`, or a rejection by the first rule that is broken.
 
     Source: the checks of section 3.2, in their order. Deviates: a probed instruction of 5 bytes or more is
     also checked, since it may be a call. For such an instruction, the search for jumps is skipped, because

@@ -54,7 +54,7 @@ class X86Emulation(Emulation):
     condition: int = 0
     """Condition code, 0 to 15, of a jcc."""
     register: str = ""
-    """Name of the register operand of an indirect branch."""
+    """Name of the register operand of an indirect branch; empty for other instructions."""
     operand_size: int = 8
     """Number of bytes that the instruction pushes or pops."""
     counter_mask: int = 0

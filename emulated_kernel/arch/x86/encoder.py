@@ -62,7 +62,7 @@ _NEEDS_REX = range(4, 8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class X86Opcode:
-    """The bytes and flags of an instruction apart from ModRM and operands.
+    """The parts of an instruction apart from ModRM and operands: opcode, prefix and flags.
 
     `wide` is REX.W; `byte` means that the register operand is a byte register. Instances compare by identity,
     which makes them cheap dictionary keys.
@@ -129,7 +129,10 @@ def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
 
 @lru_cache(4096)
 def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
-    """Encode an instruction with the memory operand offset(base), without its immediate."""
+    """Encode an instruction with the memory operand offset(base), except for its immediate operand.
+
+    `reg`: content of this field of ModRM.
+    """
     if offset == 0 and base & 7 != BP:
         mod = 0
         displacement = b""
@@ -181,7 +184,7 @@ class Encoder:
     # Registers
 
     def move(self, dst: int, src: int) -> bytes:
-        """Encode an instruction that sets dst to src."""
+        """Encode an instruction that sets dst to src; return b"" if both are the same register."""
         return _registers(self._move, src, dst) if dst != src else b""
 
     def exchange(self, first: int, second: int) -> bytes:
@@ -228,11 +231,14 @@ class Encoder:
         return _registers(self._multiply, dst, src)
 
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
-        """Encode a shift of a register by the constant `count`, which is less than the word's bits."""
+        """Encode a shift of a register by the constant `count`, which is less than the word's bits.
+
+        `op`: SHL, SHR or SAR.
+        """
         return _registers(self._shift, op, dst) + bytes([count])
 
     def shift_by_cl(self, op: int, dst: int) -> bytes:
-        """Encode a shift of a register by the count in cl."""
+        """Encode a shift of a register by the count in cl. `op`: SHL, SHR or SAR."""
         return _registers(self._shift_by_cl, op, dst)
 
     def set_register(self, dst: int, value: int) -> bytes:

@@ -1,11 +1,11 @@
-"""The extended strategy on x86: safe jumps at addresses where Linux's rule refuses them.
+"""The optimization policy `extended` on x86: safe jumps at addresses where Linux's rule refuses them.
 
-Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics look at the
-replaced bytes instead: no code, table or data may lead into these bytes. A detour can have a relocated branch
-or call. A relocated call pushes the original return address and jumps. So no stack holds an address in the
-detour, and call chains do not show the detour. Only the last replaced instruction may be a call, because the
-called function returns to the address after the call. The probe checker looks for entrances from outside the
-function (OptimizationPolicy.by_data, by_code).
+Linux forbids jumps in whole functions, and by the opcode of a replaced instruction. The tactics (relaxations
+of these rules) look at the replaced bytes instead: no code, table or data may lead into these bytes. A detour
+can have a relocated branch or call. A relocated call pushes the original return address and jumps. So no
+stack holds an address in the detour, and call chains do not show the detour. Only the last replaced
+instruction may be a call, because the called function returns to the address after the call. The probe
+checker looks for entrances from outside the function (OptimizationPolicy.by_data, by_code).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NO_INDEX = 0x20
 
 
 def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | Rejection:
-    """Return the region that a jump at `addr` would replace, or the rejection of the jump.
+    """Return the region (instructions) that a jump at `addr` would replace, or the rejection of the jump.
 
-    The rules are those of the extended strategy. The last `kept` bytes of the jump are not written. These
-    bytes must be equal to the bytes that the code has at their addresses.
+    The rules are those of the optimization policy `extended`. The last `kept` bytes of the jump are not
+    written. These bytes must be equal to the bytes that the code has at their addresses.
     """
     function = analysis.function
     if addr in analysis.layout.entry_text:
@@ -52,7 +52,7 @@ def region(analysis: X86FunctionAnalysis, addr: int, kept: int = 0) -> Region | 
 
 
 def _covered(analysis: X86FunctionAnalysis, addr: int, kept: int) -> Region | Rejection:
-    """Return the region of a jump at `addr`, or the rejection of the jump.
+    """Return the region (bytes) that a jump at `addr` covers, or the rejection of the jump.
 
     The last `kept` bytes of the jump keep their values. The region consists of whole instructions, padding,
     and the kept bytes.
@@ -118,7 +118,7 @@ def _refusal(
 
 
 def _padding(analysis: X86FunctionAnalysis, at: int) -> int:
-    """Return the size of the int3 or nop at `at`, or 0 if there is another instruction."""
+    """Return the size in bytes of the int3 or nop at `at`; 0 if neither is there."""
     facts = analysis.flow.facts.get(at)
     if facts is None:
         return 0
@@ -148,10 +148,10 @@ def _tactics(
     has_padding: bool,
     is_punned: bool,
 ) -> Tactics:
-    """Return the tactics that the jump at `addr` needs.
+    """Return the tactics (relaxations of Linux's rules) that the jump at `addr` needs.
 
     `used`: kinds of relocation of the region's instructions. `has_padding`: the region has padding.
-    `is_punned`: the jump has kept bytes.
+    `is_punned`: the last bytes of the jump are not written, because the code there has the same bytes.
     """
     flow = analysis.flow
     needed = {

@@ -1,7 +1,8 @@
 """Generator of x86 handler code: a handler program, and code that saves and restores registers around it.
 
-If the live registers are unknown, the code saves every register in a frame (struct pt_regs). Otherwise it
-pushes only the registers that are both live and written by the program.
+The program is what a probe does at a hit, as operations for any architecture. If the live registers are
+unknown, the code saves every register in a frame (struct pt_regs). Otherwise it pushes only the registers
+that are both live and written by the program.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -
 
 
 def slots_of(frame: RegsFrame) -> dict[int, int]:
-    """Return slot number (see SLOT_FLAGS) -> offset in bytes from sp, for programs that run within a frame.
+    """Return a map for programs that run with a frame (struct pt_regs) at sp: slot number -> offset from sp.
 
-    The offset is that of the saved value of the probed code's register. For SLOT_SP, it is the offset at
-    which the probed code's stack begins.
+    For slot numbers, see SLOT_FLAGS. The offset, in bytes, is that of the saved value of the probed code's
+    register. For SLOT_SP, it is the offset at which the probed code's stack begins.
     """
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
@@ -61,8 +62,8 @@ class SavedRegisters:
     """Code that saves registers around a program.
 
     The code pushes first the registers that the program only reads, then the registers that must be restored,
-    and last the status flags. The flags are saved by lahf and restored by sahf, which cost a third of pushf
-    and popf, because popf ends a translated block.
+    and last the status flags. The flags are saved by lahf and restored by sahf. These cost a third of pushf
+    and popf, because popf ends a block of translated code in Unicorn.
     """
 
     def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:
@@ -107,10 +108,10 @@ _NO_CONSTANTS: Mapping[str, int] = {}
 
 
 class X86ReturnCode(ReturnCode):
-    """Generator of return trampolines and return handlers, with the frame of x86_64 or i386."""
+    """Generator of return trampolines and return handlers, with the struct pt_regs of x86_64 or i386."""
 
     def __init__(self, frame: RegsFrame, registers: str) -> None:
-        """Store the layout of the frame.
+        """Create a generator of code that saves registers in a struct pt_regs; `frame` has its layout.
 
         `registers`: names of the registers that a caller may read after a return.
         """

@@ -19,7 +19,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_INSN_SIZE = 15
 _REMEMBERED = 256
-"""Number of decoded instructions in the cache. A registration decodes the same instructions repeatedly."""
+"""Maximum number of decoded instructions in the cache.
+
+A registration decodes the same instructions repeatedly.
+"""
 _EMULATE_PREFIXES = (b"\x0f\x0bxen", b"\x0f\x0bkvm")
 EMULATE_PREFIX_SIZE = 5
 
@@ -64,7 +67,7 @@ class X86Insn:
     displacement_offset: int
     """Offset of the displacement in the instruction; 0 if there is none."""
     immediate: int
-    """The immediate or relative displacement, sign-extended."""
+    """The immediate operand, or the displacement of a relative branch, sign-extended; 0 if there is none."""
     immediate_size: int
     address_size: int
     operand_size: int
@@ -106,7 +109,7 @@ def _decode(code: bytes, bits: int) -> X86Insn:
 
 
 def load_decoder() -> None:
-    """Import iced-x86, which opens files, before it is needed. Raises: ImportError, OSError, MemoryError."""
+    """Import iced-x86, so that no later call opens files. Raises: ImportError, OSError, MemoryError."""
     import iced_x86  # noqa: F401
 
 
@@ -129,7 +132,7 @@ def is_valid(code: bytes, bits: int = 64) -> bool:
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
-    """Yield (address, length, iced's instruction) until an instruction that Linux can't decode.
+    """Yield (address, length, iced's instruction) up to the first instruction that Linux can't decode.
 
     The third item is None if Linux's decoder knows the length of the instruction, but iced can't decode it.
     An instruction that extends beyond the end of `code` is read as if zeros followed.

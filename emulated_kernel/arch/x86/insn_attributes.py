@@ -54,7 +54,7 @@ class ControlTransfer(Enum):
 
 
 class Relocation(Enum):
-    """How the extended strategy relocates an instruction into a detour."""
+    """How the optimization policy `extended` relocates an instruction into a detour."""
 
     COPY = auto()
     """The instruction is copied, as in Linux."""
@@ -82,7 +82,7 @@ class InsnAttributes(NamedTuple):
     rejection: RejectReason | None
     """Reason why the instruction can't be executed in a detour buffer; None if it can.
 
-    An instruction in the exception table can't be executed there either.
+    Instructions in the exception table can't be executed there either, but this attribute doesn't tell.
     """
     branch: ControlTransfer | None
     displacement: int
@@ -94,7 +94,8 @@ class InsnAttributes(NamedTuple):
 class DecodeCache:
     """Cache of instruction attributes: a trie of instruction heads, keyed byte by byte.
 
-    No head is a prefix of another head, so each leaf belongs to one head.
+    A head is the part of an instruction before displacement and immediate. No head is a prefix of another
+    head, so each leaf belongs to one head.
     """
 
     def __init__(self, bits: int, rules: ProbeRules = frozenset()) -> None:
@@ -147,7 +148,10 @@ class DecodeCache:
 
 
 def _ends_in_registers(insn: X86Insn) -> bool:
-    """Return True if the head ends in a ModRM byte that only selects the operands, and not the operation."""
+    """Return True if the head of `insn` ends in a ModRM byte that selects only operands, and no operation.
+
+    The operands may be in memory. The result is False for 16-bit addressing.
+    """
     ordinary = len(insn.prefixes) + bool(insn.rex) + len(insn.opcode) + 1 == insn.head_size
     return ordinary and insn.modrm is not None and insn.address_size != 2 and insn.opcode not in _BY_REG
 
@@ -184,10 +188,10 @@ def _facts(insn: X86Insn, code: bytes, bits: int, rules: ProbeRules) -> InsnAttr
 
 
 def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason | None) -> Relocation:
-    """Return how the extended strategy relocates the instruction `insn`.
+    """Return how the optimization policy `extended` relocates the instruction `insn`.
 
-    The instruction is decoded by iced-x86. `rejection` is the reason why Linux cannot probe the instruction
-    or execute it in a detour, or None.
+    `code` starts with the instruction, which iced-x86 decodes, too. `rejection` is the reason why Linux
+    cannot probe the instruction or execute it in a detour, or None.
     """
     from iced_x86 import Code, Decoder, EncodingKind, FlowControl, Mnemonic
 
@@ -223,7 +227,7 @@ def _relocation(insn: X86Insn, code: bytes, bits: int, rejection: RejectReason |
 
 
 def _indirect_relocation(insn: X86Insn, decoded: Any) -> Relocation:
-    """Return how the extended strategy relocates the indirect jump or call `insn`.
+    """Return how the optimization policy `extended` relocates the indirect jump or call `insn`.
 
     `decoded` is the same instruction, decoded by iced-x86. The operand of a relocated call is read after the
     push, so it must not depend on the stack pointer.

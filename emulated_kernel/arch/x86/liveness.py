@@ -131,7 +131,7 @@ def _flags(insn: Any) -> tuple[int, int]:
 
 @cache
 def register_numbers() -> dict[int, int]:
-    """Return iced's 64-bit register -> its number in ModRM."""
+    """Return a map: iced's number of a 64-bit register -> the register's number in ModRM."""
     from iced_x86 import Register
 
     names = ["RAX", "RCX", "RDX", "RBX", "RSP", "RBP", "RSI", "RDI", *(f"R{n}" for n in range(8, 16))]

@@ -1,4 +1,4 @@
-"""Lowering of a program's ops to x86 instructions, with the registers that are cheapest to use."""
+"""Lowering of a handler program's ops to x86 instructions, with the registers that are cheapest to use."""
 
 from __future__ import annotations
 
@@ -76,11 +76,14 @@ _ORDER = {
     64: (AX, CX, DX, SI, DI, 8, 9, 10, 11, BX, 14, 15, 12, 13, BP),
     32: (AX, CX, DX, BX, SI, DI, BP),
 }
-"""Order in which equally cheap registers are used. bp is the last one, because unwinders follow it."""
-_MAX_PINNED = {64: 7, 32: 0}
-"""Word size in bits -> maximum number of pinned registers (Assignment.pinned).
+"""Word size in bits -> registers, in the order in which equally cheap ones are used.
 
-More pinned registers would leave too few for the program.
+bp is the last one, because unwinders follow it.
+"""
+_MAX_PINNED = {64: 7, 32: 0}
+"""Word size in bits -> maximum number of pinned registers, which must not be assigned to virtual registers.
+
+More pinned registers would leave too few for the program. See Assignment.pinned.
 """
 
 _CONDITIONS = {
@@ -133,9 +136,13 @@ _DISPLACEMENT = Struct("<i")
 _NONE: frozenset[str] = frozenset()
 
 SLOT_FLAGS = -1
-"""Slot number of the saved flags. The slot number of a saved register is the register's number."""
+"""Number of the slot with the saved flags.
+
+A slot has the saved value of a register of the probed code. The slot's number is the register's number,
+except for the flags and sp.
+"""
 SLOT_SP = -2
-"""Pseudo slot number of the probed code's stack pointer, which is computed from sp and has no saved copy."""
+"""Slot number for the probed code's stack pointer. It has no saved value, but is computed from sp."""
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
@@ -221,7 +228,7 @@ class X86Lowering(Lowering):
     # Pieces of code
 
     def _read_slot(self, dst: int, number: int) -> None:
-        """Emit a load of the saved value in slot `number` into `dst`; lay_out() fills in its offset."""
+        """Emit a load of the saved value in slot `number` into `dst`; lay_out() fills in the offset."""
         self.slots.add(number)
         code = self._encoder.lea_stack(dst) if number == SLOT_SP else self._encoder.load_stack(dst)
         self._code += code
@@ -262,7 +269,7 @@ class X86Lowering(Lowering):
         """Return True if register `number` contains the probed code's value at the current op on every path.
 
         If the op may be in a loop, pin the register, so that no later op of the loop changes it; see
-        Assignment.pinned. Return False if too many registers are pinned.
+        Assignment.pinned. Return False as well if too many registers are pinned.
         """
         if number in self._real.overwritten:
             return False
@@ -357,9 +364,10 @@ class X86Lowering(Lowering):
         self._code += POPF
 
     def _cell(self, address: int) -> tuple[int, int]:
-        """Return base and offset for an absolute address.
+        """Return the base register and the offset of a memory operand at the absolute address `address`.
 
-        If no displacement can hold the address, emit code that loads it into a spare register.
+        The base is ABSOLUTE if a displacement can hold the address. Otherwise emit code that sets the base, a
+        spare register, to the address.
         """
         if self._encoder.reaches(address):
             return asm.ABSOLUTE, address
@@ -437,7 +445,10 @@ class X86Lowering(Lowering):
         self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
 
     def _compare_exchange(self, op: ir.CompareExchange) -> None:
-        """Emit a compare and exchange. Before and after it, the expected value is exchanged with ax."""
+        """Emit a compare and exchange, and a jump to `op.label` if memory differs from the expected value.
+
+        If the expected value is not in ax, exchange its register with ax before and after the instruction.
+        """
         encoder = self._encoder
         real = self._real
         base = real[op.base]

@@ -24,7 +24,7 @@ from emulated_kernel.util.fast_dataclass import replace
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Rejection:
-    """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
+    """Return the region (instructions) that a jump at `addr` would replace, or the rejection of the jump.
 
     Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
     """
@@ -172,9 +172,10 @@ def _interior(region: Region) -> range:
 
 
 def _tactics() -> OptimizationPolicy[X86FunctionAnalysis]:
-    """Return a policy that tries jumps with the tactics: first with no kept bytes, then with 1 to 4.
+    """Return a policy that tries jumps with the tactics (relaxations of Linux's rules).
 
-    Kept bytes are the last bytes of the jump (Region.kept).
+    It first tries a jump without kept bytes, then with 1 to 4. Kept bytes are the last bytes of the jump;
+    they are not written, because the code there already has these values (Region.kept).
     """
     found = None
     for kept in range(JMP32_SIZE - 1, -1, -1):
@@ -199,15 +200,15 @@ STRATEGIES = {
         OptimizationPolicy("djprobe", djprobe.region, djprobe.prohibited, by_data=True, by_commit=True),
     )
 }
-"""Optimization policies of x86, by the name that profiles use.
+"""Name that profiles use -> optimization policy of x86.
 
-`optprobe-linux` checks only the function itself, as Linux does. `extended` uses tactics where Linux's rule
-refuses a jump.
+`optprobe-linux` checks only the function itself, as Linux does. `extended` uses tactics (relaxations of
+Linux's rules) where a jump is refused.
 """
 
 
 class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
-    """Probe checks of an x86_64 or i386 image."""
+    """Probe checks of an x86_64 or i386 kernel image."""
 
     all_live = ALL_LIVE
     fentry_size = JMP32_SIZE
@@ -258,9 +259,10 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @cached_property
     def _excludes_jump_tables(self) -> bool:
-        """Whether indirect jumps are no hazards, because of the rule NO_JUMP_TABLES and the kernel's build.
+        """Whether indirect jumps are no hazards, because the kernel's functions have no jump tables.
 
-        Builds with retpolines or landing pads have no jump tables, because both restrict indirect jumps.
+        True if the probe rules contain NO_JUMP_TABLES, and the kernel is built with retpolines or landing
+        pads, which restrict indirect jumps.
         """
         return ProbeRule.NO_JUMP_TABLES in self._rules and (bool(self.layout.thunks) or self._has_pads)
 

@@ -20,8 +20,8 @@ class RegsFrame:
     """Generates code that saves all registers in a struct pt_regs on the stack, and restores some of them.
 
     `save` leaves out sp and the fields with known values; completed() fills them in before a host call.
-    `restore` restores the general registers and the flags. It uses five instructions in place of popf,
-    because popf would end Unicorn's translated block, which costs more time.
+    `restore` restores the general registers and the arithmetic flags. For the flags, it uses five
+    instructions in place of popf, because popf would end Unicorn's translated block, which costs more time.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class RegsFrame:
         self.pt_regs = tuple(pt_regs)
         self.fixed = fixed
         self.offsets = {name: index * encoder.word for index, name in enumerate(pt_regs)}
-        """Register name -> offset in bytes from sp within the frame."""
+        """Register name -> offset in bytes of its field from the start of the frame, to which sp points."""
         self.size = encoder.word * len(pt_regs)
         """Size of the frame in bytes."""
         general = [REGISTER_NAMES.index(name) for name in pt_regs if name in REGISTER_NAMES and name != "sp"]
         self.above_general = len(general) * encoder.word
-        """Offset in bytes from sp of the field above the general registers, which are the lowest fields."""
+        """Offset in bytes of the first field above the general registers, which are the lowest fields."""
         at = self.offsets["flags"]
         below = self.above_general
         assert max(self.offsets[REGISTER_NAMES[number]] for number in general) < below
         pushes = b"".join(map(encoder.push, reversed(general)))
         self.pops = b"".join(map(encoder.pop, general))
-        """Code that restores the general registers."""
+        """Code that pops the general registers except sp."""
         above = at + encoder.word
         self.save = _skip(encoder, above - self.size) + PUSHF + _skip(encoder, below - at) + pushes
         flags = low_byte_load(at + 1) + _KEEP_OF + _SET_OF + high_byte_load(at) + SAHF
@@ -59,7 +59,7 @@ class RegsFrame:
         """Code that restores the general registers and all flags after `save_whole`."""
 
     def save_whole(self, push_ip: bytes, orig_ax: int, words: int) -> bytes:
-        """Return code that fills in the whole frame.
+        """Return code that pushes the whole frame, with all fields filled in.
 
         `push_ip`: code that pushes the ip to save. `orig_ax`: value of the field orig_ax. The saved sp is
         `words` words above the sp with which the code is entered.
@@ -74,7 +74,7 @@ class RegsFrame:
         return code + self._push_the_rest
 
     def completed(self, values: Mapping[str, int]) -> bytes:
-        """Return code that fills in the fields `values` and sp of the frame; the code changes no register."""
+        """Return code that stores `values` (field -> value) and sp in the frame, and changes no register."""
         encoder = self.encoder
         word = encoder.word
         code = b"".join(

@@ -1,7 +1,7 @@
 """Punned jumps on x86: the last bytes of the jump are bytes of the code after the replaced instructions.
 
-Code may lead to the instruction after the replaced ones, so the bytes of this instruction keep their
-values. These kept bytes are the upper bytes of the jump's displacement, so the detour can be at few
+Code elsewhere may jump to the instruction after the replaced ones, so the bytes of this instruction keep
+their values. These kept bytes are the upper bytes of the jump's displacement, so the detour can be at few
 addresses only.
 Source: "Binary Rewriting without Control Flow Recovery" (PLDI 2020), tactic T1.
 """
@@ -35,8 +35,8 @@ def punned_jump(region: Region, target: int) -> bytes:
 def has_room(region: Region, bits: int) -> bool:
     """Return True if the region's jump can lead to a detour in unused address space.
 
-    Return False also if the displacements of a detour at one of these addresses would not reach their
-    targets.
+    Return False if the jump reaches no unused addresses, or if a detour at the reached addresses could not
+    reach the targets of its own branches and memory operands.
     """
     reached = targets(region)
     found = False

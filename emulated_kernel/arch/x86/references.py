@@ -99,10 +99,10 @@ def _short_branches(addr: int, code: bytes, first: int, last: int) -> Iterator[R
 
 
 def _relative(addr: int, code: bytes, pattern: re.Pattern[bytes], opcode: int) -> Iterator[Reference]:
-    """Yield (target, source) for each instruction in `code` whose opcode `pattern` finds.
+    """Yield (target, source) for each instruction in `code` with an opcode that matches `pattern`.
 
-    `addr`: address of the start of `code`. `opcode`: size of the opcode in bytes, which a displacement of
-    four bytes must follow.
+    `addr`: address of the start of `code`. `opcode`: size of the opcode in bytes; a displacement of four
+    bytes follows it.
     """
     displacement_at = _DISPLACEMENT.unpack_from
     behind = addr + opcode + _DISPLACEMENT_SIZE

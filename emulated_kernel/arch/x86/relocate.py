@@ -32,10 +32,10 @@ _JNZ = 0x75
 
 
 def relocate(code: bytes, addr: int, to: int, bits: int) -> tuple[bytes, int]:
-    """Return code at `to` with the effect of the first instruction of `code`, and this instruction's length.
+    """Return code that does at `to` what the first instruction of `code` does, and this instruction's length.
 
     `addr` is the original address. The length is in bytes. A call pushes its original return address.
-    Raises: KernelError EINVAL (the instruction must not be copied), ERANGE (out of reach).
+    Raises: KernelError EINVAL (the instruction must not be copied), ERANGE (a target is out of reach).
     """
     insn = decode_insn(code, bits)
     length = insn.length
@@ -69,7 +69,7 @@ def is_exact(code: bytes, bits: int) -> bool:
 
     The instruction must be one that kprobes emulate. Return False for a branch with a 16-bit operand, because
     the CPU truncates its target, and relocate() does not. Also return False for a call through sp, because
-    relocate() reads sp after the push. For a popf, the code is that of guarded_popf().
+    relocate() reads sp after the push. For a popf, the result is about the code of guarded_popf() instead.
     """
     insn = decode_insn(code, bits)
     calls_sp = insn.opcode[0] == _GROUP_5 and insn.reg == _CALL_NEAR and insn.rm == SP
@@ -97,8 +97,8 @@ def guarded_popf(code: bytes, bits: int) -> bytes:
 def _push_return(address: int, bits: int) -> bytes:
     """Encode the push of a return address.
 
-    Raises: KernelError ERANGE (`address` isn't the sign extension of 32 bits, as addresses in the upper 2 GiB
-    are).
+    Raises: KernelError ERANGE (on x86_64, `address` is not a sign-extended 32-bit value; each address in the
+    upper 2 GiB is one).
     """
     if bits == 64 and not is_signed(address, 32) and not is_signed(address - (1 << 64), 32):
         raise KernelError(ERANGE, f"{address:#x} is not in the upper 2 GiB, so it can't be pushed")

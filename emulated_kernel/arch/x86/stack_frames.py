@@ -27,7 +27,7 @@ from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers
 
 _SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("ax", "cx", "dx")}
-"""Registers that a called function may change."""
+"""Word size in bits -> registers that a called function may change."""
 
 
 def frame_insns(
@@ -35,8 +35,8 @@ def frame_insns(
 ) -> Iterator[tuple[int, FrameInsn]]:
     """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: the function loads sp from memory, and returns on a stack that an earlier call of the
-    function has left.
+    `switches_stack`: whether the function loads sp from memory and returns on a stack that an earlier call of
+    it has left, as __switch_to_asm does.
     """
     from iced_x86 import InstructionInfoFactory
 

@@ -38,7 +38,7 @@ BUFFER_SIZE = 256 << 10
 MAX_BUFFERS = 30
 """Maximum number of buffers. Each system call of a task takes one, except sleeping reads of control files."""
 _EXIT_RECORD_WORDS = 2
-"""Size of struct host_exit_record in 64-bit words: the task, then pid and code."""
+"""Size of struct host_exit_record in 64-bit words: address of the task_struct; pid and exit code."""
 _FIRST_INTERRUPT = Vector.TIMER
 _UIDS = ("uid", "euid", "fsuid")
 _GIDS = ("gid", "egid", "fsgid")
@@ -59,7 +59,10 @@ class UserBuffers:
         self._made = 0
 
     def get(self) -> int:
-        """Return the address of a free buffer of BUFFER_SIZE bytes. Raises: KernelError ENOMEM."""
+        """Return the address of a free buffer of BUFFER_SIZE bytes.
+
+        Raises: KernelError ENOMEM (MAX_BUFFERS buffers are in use).
+        """
         if self._free:
             return self._free.pop()
         if self._made == MAX_BUFFERS:
@@ -74,7 +77,7 @@ class UserBuffers:
 
     @contextmanager
     def borrowed(self) -> Iterator[int]:
-        """Yield the address of a buffer that the `with` block may use. Raises: KernelError ENOMEM."""
+        """Yield the address of a buffer that the `with` block may use. Raises: as get()."""
         address = self.get()
         try:
             yield address
@@ -146,7 +149,10 @@ class BuiltinKernel(TaskStacks):
         self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
 
     def take_sent(self, cpu: int) -> int:
-        """Clear the lowest pending interrupt vector of CPU `cpu`, and return this vector."""
+        """Clear the lowest pending interrupt vector of CPU `cpu`, and return this vector.
+
+        An interrupt must be pending.
+        """
         waiting = int(self._sent[cpu][0])
         lowest = waiting & -waiting
         self._sent[cpu][0] = waiting & ~lowest
@@ -203,7 +209,10 @@ class BuiltinKernel(TaskStacks):
         return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:
-        """Set the user and group of the task at address `task`. No other task may share its credentials."""
+        """Set the user and group of the task at address `task`.
+
+        The task must not share its credentials (struct cred) with another task.
+        """
         cred = self._memory.read_word(task + self.image.abi["task_struct.cred"])
         for value, fields in ((uid, _UIDS), (gid, _GIDS)):
             for field in fields:
@@ -269,7 +278,7 @@ class BuiltinKernel(TaskStacks):
         return (task.addr for task in self.tasks())
 
     def cpus(self) -> list[CpuInfo]:
-        """Return a record for each CPU, which includes the task that the CPU runs."""
+        """Return the state of each CPU, with the task that it runs."""
         return list(read_cpus(self._reader("per-CPU area"), self.image.abi, self.machine.per_cpu_bases))
 
     def memory(self) -> MemoryInfo:
@@ -302,7 +311,10 @@ class BuiltinKernel(TaskStacks):
         return list(self._module_reader().modules())
 
     def module_name(self, module: int) -> str:
-        """Return the name of the module whose struct module is at address `module`. Raises: MemoryFault."""
+        """Return the name of the module whose struct module is at address `module`.
+
+        Raises: MemoryFault (the name cannot be read).
+        """
         return self._module_reader().name(module)
 
     def read_module(self, module: int) -> Module:

@@ -41,7 +41,7 @@ class Guest:
         self._memory = machine.memory
         self._symbols = image.kallsyms
         self._argument_counts = load_argument_counts(image.path)
-        """Name of a function -> minimum number of its arguments; without functions where it is unknown."""
+        """Name of a function -> minimum number of its arguments, for functions where it is known."""
         self.runner = runner
         kernel.damage.tell = runner.note
         self.processes = processes
@@ -84,9 +84,10 @@ class Guest:
     ) -> bytes:
         """Make a task read a control file, and return the data.
 
-        `produce`: function that is called during the task's vfs_read, and returns the data. `number`: the
-        number of the descriptor in the client's process; None if it is unknown or no probe can see it.
-        `wanted`: the file that the client reads, if `fd` belongs to another file; see Request.
+        `fd`: the guest's descriptor. `produce`: function that is called during the task's vfs_read, and
+        returns the data. `number`: the number of the descriptor in the client's process; None if it is
+        unknown or no probe can see it. `wanted`: the file that the client reads, if `fd` belongs to another
+        file; see Request.
         Raises: WouldBlock (`produce` has raised it, and the task sleeps; call this method with the same
         arguments again to resume the task).
         """
@@ -117,12 +118,12 @@ class Guest:
     ) -> int:
         """Make a task write a control file, and return the number of bytes written.
 
-        `consume`: function that is called during the task's vfs_write, and returns this number. `data` is in
-        user memory, where probes of vfs_write can read it. `kept`: exit stack that frees the call's buffer in
-        user memory. The caller closes `kept` when the call has ended, but not while the task sleeps.
-        `number`: the number of the descriptor in the client's process; None if it is unknown or no probe can
-        see it. Raises: YieldLock (`consume` has raised it, and the task sleeps; call this method with the
-        same arguments again to resume the task).
+        `fd`: the guest's descriptor. `consume`: function that is called during the task's vfs_write, and
+        returns the number of bytes written. `data` is in user memory, where probes of vfs_write can read it.
+        `kept`: exit stack that frees the call's buffer in user memory. The caller closes `kept` when the call
+        has ended, but not while the task sleeps. `number`: the number of the descriptor in the client's
+        process; None if it is unknown or no probe can see it. Raises: YieldLock (`consume` has raised it, and
+        the task sleeps; call this method with the same arguments again to resume the task).
         """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
@@ -143,12 +144,12 @@ class Guest:
         kept: ExitStack | None = None,
         wanted: object = None,
     ) -> int:
-        """Make `task` call `name`, a read or write, on the guest's descriptor `fd`; return the result.
+        """Make `task` read from or write to the guest's descriptor `fd`; return the number of bytes.
 
-        If the task sleeps in the same call (equal number, descriptor, size and `wanted`), continue that
-        call. `serve`: answers the guest's requests to the host. `data`: written to a buffer in user memory,
-        which the caller frees by closing `kept`. Without `kept`, the call uses the shared buffer for reads.
-        `wanted`: see Request.
+        `name`: name of the system call. If the task sleeps in the same call (equal number, descriptor, size
+        and `wanted`), continue that call. `serve`: answers the guest's requests to the host. `data`: written
+        to a buffer in user memory, which the caller frees by closing `kept`. Without `kept`, the call uses
+        the shared buffer for reads. `wanted`: see Request.
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
@@ -187,8 +188,8 @@ class Guest:
     def open_file(self, path: str, flags: int, writer: HostfsWriter = HostfsWriter.GENERAL) -> int:
         """Open in the guest a control file that is already open on the host; return the guest's descriptor.
 
-        `path`: path of the file. `writer`: selects the function of the guest's kernel that writes to the
-        file.
+        `path`: path of the file. `flags`: flags of open(2); O_CREAT, O_EXCL and O_TRUNC are left out.
+        `writer`: selects the function of the guest's kernel that writes to the file.
         """
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         return self.syscalls.open(
@@ -311,7 +312,7 @@ class Guest:
                 self.kernel.print(message)
 
     def messages(self) -> list[Message]:
-        """Return the readable messages of the kernel log and the host's own messages, in order of time."""
+        """Return the undamaged messages of the kernel log and the host's own messages, in order of time."""
         by_time = attrgetter("time_ns")
         return [*merge(self.kernel.messages(), self.runner.notes, key=by_time)]
 

@@ -1,4 +1,4 @@
-"""The components of a running kernel of kprobefs's own, which its file trees and its API use."""
+"""The components of kprobefs's own running kernel; its file trees and its API use them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BuiltinKernelComponents(KernelComponents):
     def replace_kernel(
         self, old: BuiltinKernelComponents, define: Callable[[], Iterable[None]]
     ) -> Iterator[None]:
-        """Take over the time and the trace records of the kernel `old`, and stop that kernel's workloads.
+        """Replace the kernel `old`: take over its time and its trace records, and stop its workloads.
 
         `define`: function that defines the probes of `old` in this kernel. The method yields whenever
         `define` does. See Kernel.replace_kernel.

@@ -76,9 +76,9 @@ class Modules:
 
         If `name` contains a slash, it is the path of one file. Otherwise it is the name of a module that
         comes with the image; the result then begins with the modules on which this module depends. If a file
-        cannot be read, its ModuleFile has the error, which check() raises. A file at a path must be read by
-        `deadline`, a time of time.monotonic(). The control lock must not be held: a read can be slow, and
-        this process itself can serve the file.
+        cannot be read, its ModuleFile has the error, which check() raises. `deadline`: time of
+        time.monotonic() by which a file at a path must be read; None sets no limit. The control lock must not
+        be held: a read can be slow, and this process itself can serve the file.
         """
         if "/" in name:
             return [_file(Path(name), name, lambda path: self._foreign.read(path, MAX_SIZE, deadline))]
@@ -100,8 +100,8 @@ class Modules:
     def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:
         """Check that all files were read, except those of modules in `loaded`.
 
-        Raises: KernelError ENOENT (no such module), EINVAL (not a regular file), EFBIG, ETIMEDOUT, EBUSY (a
-        file system hangs), other errors of reading.
+        Raises: KernelError ENOENT (no such module), EINVAL (not a regular file), EFBIG (larger than
+        MAX_SIZE), ETIMEDOUT (not read in time), EBUSY (a file system hangs), other errors of reading.
         """
         for file in files:
             if file.refusal is not None and file.name not in loaded:
@@ -110,9 +110,9 @@ class Modules:
     def load(self, files: list[ModuleFile]) -> None:
         """Load the files that read() has returned; skip modules of the image that are loaded already.
 
-        Raises: as check(), KernelError EFBIG, ENOEXEC (not a module for this kernel), ENOENT (an unresolved
-        symbol), EEXIST (the module is loaded already), ENOMEM, the errno of the module's init function,
-        EFAULT (the init function was killed).
+        Raises: as check(), KernelError EFBIG (larger than MAX_SIZE), ENOEXEC (not a module for this kernel),
+        ENOENT (an unresolved symbol), EEXIST (the module is loaded already), ENOMEM (no memory for the
+        module), the errno of the module's init function, EFAULT (the init function was killed).
         Mirrors: modprobe; insmod for a path.
         """
         self.check(files, self.names())
@@ -145,7 +145,7 @@ class Modules:
 
         If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`: name
         of the module for an error message in the kernel log.
-        Raises: KernelError ENOMEM.
+        Raises: KernelError ENOMEM (no memory or buffer is left).
         """
         if size <= BUFFER_SIZE:
             with self._guest.buffers.borrowed() as buffer:

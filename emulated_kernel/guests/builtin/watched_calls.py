@@ -9,9 +9,9 @@ from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.machine.text.text import WORD_SIZE, Text
 
 _MAX_WORDS = 64
-"""Maximum number of patched words whose functions are looked up to find the kinds of calls to watch.
+"""If more words of the text than this are patched, all calls are watched.
 
-If more words are patched, all calls are watched.
+Otherwise the functions that contain the words decide which kinds of calls are watched.
 """
 
 
@@ -92,7 +92,7 @@ class WatchedCalls:
     def open_files(self) -> None:
         """Open in the guest all files that clients have open but that are not open in the guest. Lock: held.
 
-        This precedes a change that patches more text.
+        Call this before a change that patches more text.
         """
         self._tell(names_end=False)
 

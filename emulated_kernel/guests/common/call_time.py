@@ -23,7 +23,7 @@ class CallTime:
     """
 
     def __init__(self, handlers: HandlerTime, limit: float) -> None:
-        """Begin to measure the first call.
+        """Create a limit for successive calls, and begin to measure the first one.
 
         `handlers`: the CPU time of probe handlers; see MAX_CALL. `limit`: maximum CPU seconds of a call.
         """
@@ -38,7 +38,10 @@ class CallTime:
         self._next_look = monotonic() + LOOK
 
     def is_over(self) -> bool:
-        """Return True if the call has used more CPU time than the limit."""
+        """Return True if the call is known to have used more CPU time than the limit.
+
+        Return False also if the last measurement is less than LOOK seconds ago.
+        """
         now = monotonic()
         if now < self._next_look:
             return False

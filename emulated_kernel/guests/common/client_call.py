@@ -128,7 +128,7 @@ class ClientCall:
     data: Mapping[int, bytes]
     """Index of an argument -> the path or string without its NUL, or the bytes of the structure."""
     is_hidden: bool = False
-    """Whether the process's memory could not be read in time. If so, `data` lacks the paths of the call."""
+    """Whether `data` lacks the call's paths, because the process's memory was not read, or not in time."""
 
     @property
     def fd(self) -> int | None:
@@ -240,10 +240,11 @@ def next_fd(pid: int) -> int | None:
 
 @lru_cache(_MAX_OPEN)
 def _syscall_file(pid: int) -> FileIO:
-    """Return the open file /proc/PID/syscall of a process or thread. Raises: OSError.
+    """Return the open file /proc/PID/syscall of a process or thread.
 
     The file is kept open for later requests, so that a request needs no open and no close. A read of the file
     fails when the process has ended. The file is closed when it is no longer kept and no thread reads it.
+    Raises: OSError (the process has ended, or the file cannot be opened).
     """
     return FileIO(f"/proc/{pid}/syscall")
 

@@ -14,7 +14,8 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 _CLIENTS = 8
 """Maximum number of clients whose families are kept: the clients with the latest requests.
 
-Each look reads two files in /proc for each of these clients.
+A family is a client's children and their page faults. Each look at the host's processes reads two files in
+/proc for each of these clients.
 """
 
 
@@ -32,13 +33,13 @@ class Families:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, _Family | None] = OrderedDict()
-        """Pid of a client -> its family when it was last read; None if /proc did not show the family."""
+        """Pid of a client -> its children and page faults, as last read; None if /proc did not show them."""
 
     def add(self, pid: int) -> None:
         """Record that a client makes a request.
 
-        If the client had children at the last look, read its family again, because some of those children may
-        have ended. who_waited() leaves out a client that has lost children since the last read.
+        If the client had children when it was last read, read its family (its children) again, because some
+        of them may have ended. who_waited() leaves out a client that has lost children since the last read.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
@@ -51,9 +52,10 @@ class Families:
         self._known.pop(pid, None)
 
     def who_waited(self) -> list[int]:
-        """Return the pids of clients that have forked a child and waited for its end since the last look.
+        """Return the pids of clients that have forked a child and waited for its end since the last read.
 
-        A client is returned only if it still has all the children that it had at the last look.
+        This method reads all families in /proc; add() reads some. A client is returned only if it still has
+        all the children that the last read has shown.
         """
         before = dict(self._known)
         self._known.update((pid, _family(pid)) for pid in before)
@@ -69,7 +71,7 @@ def _has_waited(was: _Family, now: _Family | None) -> bool:
 
 
 def _family(pid: int) -> _Family | None:
-    """Return the family of a process, or None if /proc is unreadable or the process has several threads.
+    """Return a process's children and page faults; None if it is unreadable or has several threads.
 
     A process with several threads is left out, because /proc lists the children of each thread in a separate
     file.

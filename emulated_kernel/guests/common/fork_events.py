@@ -27,7 +27,7 @@ _COMM = 0x200
 _SO_RCVBUFFORCE = 33
 _SO_ATTACH_FILTER = 26
 _RECEIVE_BUFFER = 8 << 20
-"""Size of the receive buffer in bytes; it holds some ten thousand forks between two requests."""
+"""Size of the socket's receive buffer in bytes; enough for some ten thousand forks between two requests."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Inode number of the initial pid namespace, whose pids the connector reports.
 

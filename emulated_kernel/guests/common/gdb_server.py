@@ -74,7 +74,7 @@ _ADDRESSES = 1 << 64
 
 
 def remove_stale(place: str) -> None:
-    """Remove the directories of GDB sockets in `place` whose daemons were killed.
+    """Remove the directories of GDB sockets that killed daemons have left in the directory `place`.
 
     A living daemon holds a lock of its directory. Only this user's directories are removed.
     """
@@ -103,9 +103,10 @@ def _remove_unlocked(path: str) -> None:
 
 
 class GdbServer:
-    """Serves `path`, a socket in a separate directory, which only the daemon's user can open.
+    """Serves gdb on the socket `path`, which is in a directory that only the daemon's user can open.
 
-    Raises: KernelError ENAMETOOLONG (a socket's path has at most 107 bytes), OSError.
+    Raises: KernelError ENAMETOOLONG (a socket's path has at most 107 bytes), OSError (the directory or the
+    socket cannot be created).
     """
 
     def __init__(self, debugger: Debugger) -> None:
@@ -186,7 +187,7 @@ class GdbSession:
         """Ends of a pipe, for reading and writing. The pipe gets a byte when the guest stops by itself."""
         self._acknowledges = True
         self._thread = 1
-        """Number of the virtual CPU whose registers the debugger reads and writes, plus 1."""
+        """Number of the thread whose registers gdb reads and writes: the number of a virtual CPU, plus 1."""
         self._is_done = False
         self._is_passed = False
         """Whether gdb has skipped a probe's breakpoint by a write of ip since the guest stopped."""
@@ -214,7 +215,10 @@ class GdbSession:
         return range(1, len(self._machine.per_cpu_bases) + 1)
 
     def serve(self) -> None:
-        """Hold the guest, and answer packets until the debugger leaves. Raises: OSError."""
+        """Hold the guest, and answer packets until the debugger leaves.
+
+        Raises: OSError (the connection fails).
+        """
         self._debugger.on_stop = self._note_stop
         self._debugger.attach(self._closing.is_set)
         self._thread = self._machine.cpu + 1
@@ -356,7 +360,7 @@ class GdbSession:
         gdb's next request to continue is then executed as a single step. gdb steps by breakpoints on RISC-V,
         and on any processor after it has skipped a breakpoint in memory by a write of ip. gdb puts its
         breakpoint at the next instruction, which is wrong if the probed instruction is a branch.
-        GDB: c.ebreak is decoded as a jump to the address in register 0, so the breakpoint is at 0.
+        gdb decodes c.ebreak as a jump to the address in register 0, so its breakpoint is then at 0.
         """
         size = self._debugger.breakpoint_size
         is_next = address == self._machine.regs.ip + size and (self._is_passed or self._steps_by_breakpoints)
@@ -364,7 +368,10 @@ class GdbSession:
             self._is_step = True
 
     def _thread_number(self, text: bytes) -> int:
-        """Return the thread number in `text`. 0 and -1 mean the current thread. Raises: ValueError."""
+        """Return the thread number in the hexadecimal `text`; for 0 and -1, return that of the current CPU.
+
+        Raises: ValueError (not a number, or no thread has it).
+        """
         number = int(text, 16)
         if number in (0, -1):
             return self._machine.cpu + 1

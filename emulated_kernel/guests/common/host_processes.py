@@ -36,16 +36,16 @@ _SPARE = 24
 _UNKNOWN = "?"
 """Replacement for the start time of a process whose file in /proc could not be read."""
 _STARTS_PER_LOOK = 32
-"""Number of processes without a pidfd whose start times are checked at one look; each check takes 10 us."""
+"""Number of processes without a pidfd whose start times are checked at a request; a check takes 10 us."""
 _CHECK = 0.1
 """Seconds between two checks whether the host's kernel still reports process events.
 
 Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Number of successive looks with new pids but no event, after which each look reads /proc.
+"""Number of looks at the processes with new pids but no event, after which each look reads /proc.
 
-Fewer looks prove nothing, since an event may still be on its way.
+The looks are successive. Fewer looks prove nothing, since an event may still be on its way.
 """
 _START_TIMEOUT = 1.0
 """Maximum seconds from the allocation of a pid until its process appears in events or in /proc."""
@@ -96,7 +96,7 @@ class ProcessWatch:
     def parent(self, number: int) -> int | None:  # noqa: ARG002
         """Return the guest's pid of the parent of process `number`.
 
-        Return None if the parent is unknown, or if forks() reports it.
+        Return None if the parent is unknown, or if forks() reports the parents of new processes.
         """
         return None
 
@@ -151,7 +151,7 @@ class ProcessWatch:
     def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:  # noqa: ARG002
         """Return the system call in which the process waits for kprobefs, or None if it is unknown.
 
-        `instead`: see client_call().
+        `uid`: user of the process. `instead`: see client_call().
         """
         return None
 
@@ -170,12 +170,16 @@ class ProcessWatch:
 class HostProcesses(ProcessWatch):
     """Watches the host's processes.
 
-    If the host's kernel reports events, a look without news costs one epoll call. If it reports none, each
-    look reads /proc.
+    The caller looks for changes at each client's request. If the host's kernel reports events, a look without
+    news costs one epoll call. If it reports none, each look reads /proc.
     """
 
     def __init__(self, *, sees_forks: bool = True) -> None:
-        """Start to watch the host's processes. `sees_forks`: True if the caller will call forks()."""
+        """Start to watch the host's processes.
+
+        `sees_forks`: True if the caller will call forks(). If False, fork events are not received, and
+        changes are found by reads of /proc.
+        """
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
@@ -198,7 +202,7 @@ class HostProcesses(ProcessWatch):
             self._epoll.register(self._fork_events.fileno(), select.EPOLLIN)
         self._next_check = 0.0
         self._looks_without_event = 0
-        """Number of successive looks that found new pids without any event."""
+        """Number of successive looks at the processes that found new pids without any event."""
         self._names: dict[int, str] = {}
         """Pid of a followed process -> its name, until an event reports a change."""
         self._parents: dict[int, int] = {}
@@ -238,7 +242,7 @@ class HostProcesses(ProcessWatch):
         return bool(named)
 
     def _check(self, *, had_events: bool) -> None:
-        """After a look that found new pids, stop relying on events if none came in several such looks.
+        """After a look at the processes with new pids, rely on events no more if several such looks had none.
 
         From then on, each look reads /proc. `had_events`: whether events have arrived since the previous
         look.
@@ -283,8 +287,8 @@ class HostProcesses(ProcessWatch):
         """Return a Fork for each of `pids`, except for threads and for this process itself.
 
         With fork events, a pid may have neither an event nor an entry in /proc yet. Such a pid is kept in
-        `_beginning` for the next look. After _START_TIMEOUT seconds, a pid without both counts as an ended
-        process.
+        `_beginning` for the next look. After _START_TIMEOUT seconds, a pid that still has neither counts as
+        an ended process.
         """
         now = monotonic()
         before = self._beginning
@@ -305,8 +309,8 @@ class HostProcesses(ProcessWatch):
         """Return the forks in `found`; replace an unknown parent of an ended process if it can be inferred.
 
         The parent can be inferred if exactly one process in `found` has ended with an unknown parent, and
-        exactly one client has waited for a new child. `is_all`: `found` has all processes that were forked
-        since the last look; if it is False, nothing is inferred.
+        exactly one client has waited for a new child. `is_all`: whether `found` has all processes that were
+        forked since the last call of forks(); if it is False, nothing is inferred.
         """
         waited = self._families.who_waited()
         gone = [fork for fork in found if not fork.alive and fork.parent is None]
@@ -404,7 +408,7 @@ class HostProcesses(ProcessWatch):
     def comm(self, pid: int) -> str | None:
         """Return the current name of the process, or None if it has ended.
 
-        The file /proc/PID/comm of each process stays open, so a read takes 1 us.
+        The files /proc/PID/comm stay open, up to a limit, so a read of an open one takes 1 us.
         """
         name = self._names.get(pid)
         if name is not None:
@@ -448,7 +452,7 @@ class HostProcesses(ProcessWatch):
         return min(allowed) if len(allowed) == 1 < self._cpus else None
 
     def call(self, pid: int, uid: int, instead: str | None = None) -> ClientCall | None:
-        """Return the system call in which a process of root or of this user waits; see client_call().
+        """Return the system call in which a process of root or the daemon's user waits; see client_call().
 
         Return None for a process of another user, which could delay each read of its memory up to the
         timeout.
@@ -526,9 +530,10 @@ def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
 
 
 def _open_pidfd(pid: int) -> int:
-    """Return a pidfd of the process or thread `pid`. FUSE reports the thread that makes a request.
+    """Return a pidfd of the process or thread `pid`; FUSE reports the pid of the thread that makes a request.
 
-    Raises: OSError.
+    On a kernel without pidfds of threads, return that of the thread's process. Raises: OSError (the process
+    or thread has ended, or no descriptor is free).
     """
     try:
         return os.pidfd_open(pid)

@@ -103,14 +103,17 @@ in memory. So a daemon whose package was upgraded meanwhile still starts the pro
 
 
 class _GivenUpError(Exception):
-    """Raised if a helper has not answered in time."""
+    """Raised if a helper has not answered in time or has ended, or if no helper may be used."""
 
 
 class _Helper:
     """A helper process. It inherits no descriptors, so that a sleeping helper keeps no mount alive."""
 
     def __init__(self) -> None:
-        """Start the process and wait until it is ready. Raises: OSError, _GivenUpError."""
+        """Start the process and wait until it is ready.
+
+        Raises: OSError (it cannot be started), _GivenUpError (it is not ready in time, or has ended).
+        """
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _HELPER],
             bufsize=0,
@@ -135,9 +138,10 @@ class _Helper:
         waiting: Callable[[], AbstractContextManager[object]],
         timeout: float,
     ) -> list[bytes] | None:
-        """Return the contents of each of `pieces` of the file `path`, or None if the file is unreadable.
+        """Return the contents of each of `pieces` of the file `path`, or None if it is unreadable.
 
-        `waiting`, `timeout`: see ProcessMemory. Raises: OSError, _GivenUpError.
+        `pieces`: see ProcessMemory.read(). `waiting`, `timeout`: see ProcessMemory. Raises: OSError (the
+        helper has ended), _GivenUpError (it gave no answer in time, or ended without an answer).
         """
         assert self.process.stdin is not None
         name = os.fsencode(path)
@@ -181,10 +185,10 @@ class _Helper:
         return data
 
     def _answers_by(self, deadline: float) -> bool:
-        """Wait until the process has written something or has ended, and return True.
+        """Return True when the process has written something or has ended; return False if it takes too long.
 
-        If this takes until the monotonic time `deadline`, return False if the process sleeps. If it is
-        runnable, wait up to BUSY_TIMEOUT seconds longer, as long as it stays runnable.
+        It takes too long if the process sleeps at the monotonic time `deadline`. A process that is runnable
+        gets up to BUSY_TIMEOUT seconds more, as long as it stays runnable.
         """
         limit = deadline + BUSY_TIMEOUT
         while not self._answers_within(deadline - monotonic()):
@@ -240,9 +244,10 @@ class ProcessMemory:
         return found
 
     def _take(self, path: str) -> _Helper:
-        """Return an idle or new helper for a file.
+        """Return an idle or new helper for a read of the file `path`.
 
-        Raises: OSError, _GivenUpError (a helper sleeps in a read of this file, or too many helpers sleep).
+        Raises: OSError (no helper can be started), _GivenUpError (a helper sleeps in a read of this file, too
+        many helpers sleep, or the new helper is not ready in time).
         """
         with self._lock:
             self._abandoned = {

@@ -12,7 +12,7 @@ from emulated_kernel.util.abi import HZ
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
-"""Minimum seconds of a pause between two requests that counts, if the clock is virtual.
+"""Length in seconds of the shortest pause between two requests that a virtual clock takes into account.
 
 The whole length of such a pause is added to the count of jiffies.
 """

@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20
-"""Number of bytes that must be free in addition to a file's size, for the tables that are appended to it."""
+"""Bytes that must be free in addition to a file's size, for tables of a kernel that may be appended to it."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -46,7 +46,7 @@ def open_tmpfile(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
 def _places() -> Iterator[str]:
     """Yield the directories in which a temporary file may be created, in the order of preference.
 
-    The user's TMPDIR is first. Directories that may be in memory are last.
+    The user's TMPDIR is first. Directories that may be on a file system in memory are last.
     """
     named = os.environ.get("TMPDIR", "")
     places = named, str(cache_directory()), "/var/tmp", "/tmp"
@@ -54,13 +54,15 @@ def _places() -> Iterator[str]:
 
 
 def has_space(directory: str, size: int, whole: int) -> bool:
-    """Return True if a directory has space for a file, and for the tables that are appended to it.
+    """Return True if a directory has space for a file, and _MARGIN bytes more.
+
+    Return False also if the directory cannot be examined.
 
     In a file system in memory, the holes of the file also need space.
     `size`: bytes that the file takes on disk. `whole`: length of the file in bytes, including holes.
 
-    Hazard: in a file in memory, reading a mapped hole allocates a page. If there is no memory, the reader is
-    killed (SIGBUS).
+    Hazard: on a file system in memory, reading a mapped hole of a file allocates a page. If there is no
+    memory, the reader is killed (SIGBUS).
     """
     try:
         found = os.statvfs(directory)

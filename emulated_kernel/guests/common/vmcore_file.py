@@ -53,8 +53,8 @@ class CoreSource(Protocol):
 def write_core(machine: CoreSource, vmcoreinfo: bytes) -> IO[bytes]:
     """Return an unnamed file with an ELF core of a stopped machine.
 
-    Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has enough space),
-    OSError.
+    Zeros of the guest's memory are holes. Raises: KernelError ENOSPC (no directory has enough space), OSError
+    (the file cannot be written).
     """
     memory = machine.memory
     used = [*memory.data_ranges()]
@@ -96,7 +96,8 @@ class VmcoreFile(File):
 class OpenVmcore(OpenFile):
     """An open core, which keeps the guest's state at the time of the open.
 
-    Raises: KernelError EBUSY (too many cores are open), ENOSPC (no directory has enough space), OSError.
+    Raises: KernelError EBUSY (too many cores are open), ENOSPC (no directory has enough space), OSError (the
+    temporary file cannot be written).
     """
 
     node: VmcoreFile

@@ -27,7 +27,7 @@ class WallTime:
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """Remember the current moment.
+        """Create a converter that knows one pair of times: the current guest time and wall time.
 
         `now_ns`: function that returns the guest's time, from which the guest's files get their times. The
         guest's time never goes back. If the guest's memory is corrupted, the time can have any value.
@@ -56,7 +56,7 @@ class WallTime:
             self._wall = self._wall[::2]
 
     def to_wall(self, guest_ns: int) -> int:
-        """Convert a timestamp of a guest's file to nanoseconds since the epoch."""
+        """Return the wall time of a guest's file timestamp, in nanoseconds since 1970."""
         if guest_ns >= EXPLICIT_NS // 2:
             return guest_ns - EXPLICIT_NS
         at = max(bisect_right(self._guest, guest_ns) - 1, 0)

@@ -54,7 +54,10 @@ class Workload(Protocol):
     """A workload of one kind. One guest task and its children make the workload's system calls."""
 
     def round(self) -> None:
-        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
+        """Make the calls of one round; if the task was killed, replace it first.
+
+        Raises: KernelError (a call failed).
+        """
 
     def end(self) -> None:
         """Remove the task and its files from the guest."""
@@ -119,7 +122,10 @@ class RunningWorkload:
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:
-        """Return a line of text with the order, the status, the numbers of rounds and the latest error."""
+        """Return a line of text with the order, the state, the numbers of rounds and the latest error.
+
+        The numbers are those of the rounds that succeeded and that failed.
+        """
         order = self.order
         left = f" left={self.left:.1f}" if self.state == "running" else ""
         reason = f" ({self.reason})" if self.reason else ""
@@ -149,11 +155,12 @@ class Workloads:
     def parsed(self, line: str) -> Callable[[], None]:
         """Parse a command and return a function that executes it.
 
-        A command is `KIND [rate=N] [duration=SECONDS]`, where `all` means all kinds, or `stop [KIND]`.
+        A command is `KIND [rate=N] [duration=SECONDS]`, which starts a workload, or `stop [KIND]`. KIND may
+        be `all`, for all kinds. `stop` alone stops all workloads.
 
-        Raises: KernelError EINVAL (malformed), ERANGE (rate or duration), EOPNOTSUPP (the kernel lacks the
-        system calls). The returned function raises: KernelError EBUSY (a workload of that kind runs), ENOENT
-        (no workload runs that could be stopped), and as `start`.
+        Raises: KernelError EINVAL (malformed), ERANGE (the rate or duration is out of range), EOPNOTSUPP (the
+        kernel lacks the system calls). The returned function raises: KernelError EBUSY (a workload of that
+        kind runs), ENOENT (the workload to stop does not run), and as `start`.
         """
         verb, *words = line.split()
         if verb == "stop":
@@ -164,7 +171,8 @@ class Workloads:
         """Start workloads in the background.
 
         Raises: KernelError EBUSY (a workload of that kind runs; none was started), EIO (the guest is dead;
-        none was started), ENOMEM (the host has no thread; the orders before it were started).
+        none was started), ENOMEM (the host has no thread for an order; the orders before this one were
+        started).
         """
         self._lock.assert_held()
         if self._host.is_dead:

@@ -9,6 +9,7 @@
 - vmcore: mounts of a core dump.
 
 Other packages use the mounts, boot_cache.started() and snapshot.py. All work is done under the mount's
-control lock, except reads of module files. LinuxGuest has a condition, on which requests wait for activity.
-The condition is taken after the control lock. No other lock is taken while the condition is held.
+control lock, except reads of module files. LinuxGuest has a condition variable, on which requests wait for
+activity of the guest. Its lock is taken after the control lock. No other lock is taken while the condition
+variable's lock is held.
 """

@@ -47,7 +47,7 @@ _MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc"
 log = logging.getLogger("kprobefs.linux")
 
 _PRODUCTION_PARAMETERS = ("noreplace-smp", "random.trust_bootloader=on")
-"""Parameters for a kernel that sees a production CPU.
+"""Command line parameters of a kernel that sees a production CPU.
 
 They make the kernel keep its lock prefixes, as on a machine with several CPUs, and trust the random seed.
 """
@@ -55,7 +55,7 @@ _RANDOM_SEED = bytes(range(32))
 _SETTLING = 3_000_000
 """Microseconds of guest time for which a booted kernel idles before it is saved."""
 _BOOT_BUDGET = 120.0
-"""Maximum seconds that one run during a boot may take."""
+"""Maximum CPU seconds of one run of the guest during a boot."""
 
 
 def ensure_cached(
@@ -64,10 +64,11 @@ def ensure_cached(
     """Boot a kernel and save its snapshot, unless the snapshot exists.
 
     `source`: the kernel's file, or `host` for the host's running kernel. `seed`: seed of the kernel's random
-    numbers. `cpu`: the CPU that the kernel sees in place of the emulated one.
+    numbers. `cpu`: the production CPU that the kernel sees; None for the emulated CPU.
 
-    `progress` is called with the number of completed steps and the number of all steps.
-    Raises: KernelError ENOEXEC (the kernel cannot be run), EIO (the emulator cannot run it), OSError.
+    `progress`: see boot(). Raises: KernelError ENOEXEC (the file is no usable kernel, or its boot fails),
+    EOPNOTSUPP (`cpu` is given and the kernel is not for x86-64), EIO (the emulated hardware fails), OSError
+    (the file cannot be read).
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)
@@ -142,8 +143,8 @@ def modules_as_booted(
     `contents`: contents of the modules' files, in the order of loading. The other parameters are those of
     ensure_cached(). The text of the modules is the text after the kernel has patched it. Leave out a module
     that the kernel refuses, or whose init function fails.
-    Raises: GuestFault (the kernel has panicked), KernelError (its modules cannot be read), and as
-    ensure_cached().
+    Raises: GuestFault (the kernel has panicked), KernelError (the loaded modules cannot be read from its
+    memory), and as ensure_cached().
     """
     from emulated_kernel.guests.linux.probing.loaded_modules import LoadedModules
     from emulated_kernel.guests.linux.probing.probed_linux import ProbedLinux

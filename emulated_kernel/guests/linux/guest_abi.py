@@ -10,7 +10,7 @@ from emulated_kernel.guests.linux.initramfs import ARM_STUB, RISCV_STUB, X86_STU
 from emulated_kernel.util.fast_dataclass import dataclass
 
 CURRENT_TASK = "current_task"
-"""Symbol of the word with the address of the running task's task_struct."""
+"""Name of the per-CPU variable with the address of the running task's task_struct."""
 STACK_TOP = "cpu_current_top_of_stack"
 """Key in KernelOffsets.per_cpu of the per-CPU word that points at the end of the running task's pt_regs."""
 
@@ -45,7 +45,7 @@ class GuestAbi:
     counter: str
     """Name of the register in which the stub's code at UserStub.touch takes the number of pages."""
     kept: tuple[str, str]
-    """Names of two registers that system calls preserve."""
+    """Names of two registers that system calls preserve; the stub's code keeps values in them."""
     syscalls: Mapping[str, int]
     """Name of a system call -> its number.
 

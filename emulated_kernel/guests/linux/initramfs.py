@@ -18,14 +18,17 @@ _START = _BASE + 0x1000
 
 
 class UserStub(NamedTuple):
-    """Virtual addresses of the parts of init's code."""
+    """Init's code for one processor, and the virtual addresses of its parts.
+
+    `elf_machine`: machine type in the header of init's ELF file. `code`: the machine code.
+    """
 
     elf_machine: ElfMachine
     code: bytes
     syscall: int
     """Address of the instruction that makes a system call. The code after it jumps back to `start`."""
     touch: int
-    """Address of code that stores a byte to a page and to the following pages.
+    """Address of code that stores a byte at the start of a page and of each of the following pages.
 
     The code takes the byte in the register of the system call's number. It takes the first page in the
     register of the first argument, and the number of pages in the register GuestAbi.counter.
@@ -128,7 +131,11 @@ _READ_WRITE = 6
 
 
 class CpioFile(NamedTuple):
-    """A file in an initramfs. `device`: major and minor number of a device node."""
+    """A file in an initramfs.
+
+    `data`: content of the file, or target of a symbolic link. `device`: major and minor number of a device
+    node; (0, 0) for other files.
+    """
 
     name: str
     mode: int

@@ -16,20 +16,28 @@ _FORMS = {
 }  # fmt: skip
 """Name of a member of struct inode -> format of the member for `struct`."""
 _CACHE_SIZE = 500
-"""Maximum number of inodes whose decoded attributes are cached, by the bytes of the inode."""
+"""Maximum number of cached results of Inodes.stat().
+
+The key of a result is the bytes of the inode and of its device number.
+"""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
 _UNITS = {
     "seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
     "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec"),
 }
-"""Unit of a time -> names of the inode's members: since Linux 6.11, since 6.6, and before."""
+"""Unit of a time -> names of the inode's members: since Linux 6.11, since 6.6, and before.
+
+In each name, "{}" stands for atime, mtime or ctime.
+"""
 _NANOSECONDS = (1 << 30) - 1
 """Mask of the nanoseconds in a member. The kernel may keep a flag in the higher bits."""
 
 
 def inode_offsets(btf: Btf) -> dict[str, int]:
-    """Return path of a member -> offset, for Inodes. Paths are "inode.i_mode" or "inode.atime.seconds".
+    """Return path of a member -> offset in bytes, for Inodes.
+
+    Examples of paths are "inode.i_mode" and, for times, "inode.atime.seconds".
 
     Raises: KernelError ENOENT (a member is missing).
     """

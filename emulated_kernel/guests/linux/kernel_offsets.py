@@ -1,4 +1,4 @@
-"""KernelOffsets: the addresses and offsets of a kernel that the host needs, read from symbols and BTF."""
+"""KernelOffsets: the addresses and offsets that the host needs of a kernel, read from symbols and BTF."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ The limit is a variable or, since v6.14, a member of the pid namespace.
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
 """Functions that return the timestamps of files; the second exists since Linux 6.13."""
 TIME_READ = "time_read"
-"""Key of the address of the function that reads the only clock source that the host supports."""
+"""Key, in KernelOffsets.symbols, of the address of the function that reads the supported clock source."""
 _OF_TIME = (
     *(f"timekeeper.tkr_mono.{name}" for name in (
         "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
@@ -115,11 +115,11 @@ _OF_TIMERS = "timer_base.next_expiry", "rq.nr_running"
 _BEFORE_TIMEKEEPER = "seqcount_raw_spinlock"
 """Name of the structure that precedes the timekeeper in tk_core before Linux 6.13.
 
-With CONFIG_PREEMPT_RT, it contains the address of a lock after the sequence count.
+With CONFIG_PREEMPT_RT, the structure also contains the address of a lock, after its sequence count.
 """
 _ALIGNMENT = 8
 _LONGEST_USER_ACCESS = 0x200
-"""Number of bytes of a GuestAbi.user_access function that are searched for changes of sstatus."""
+"""Number of bytes of each function in GuestAbi.user_access that are searched for changes of sstatus."""
 _CHANGES_OF_SSTATUS = 0x10002073, 0x10003073
 """Encodings of csrs and csrc for sstatus with the register x0 as operand."""
 _OPERAND = 31 << 15
@@ -146,7 +146,7 @@ class KernelOffsets:
 
     release: str
     architecture: str
-    """Name of the processor, a key of abi_named()."""
+    """Name of the architecture, as abi_named() takes it."""
     symbols: dict[str, int]
     offsets: dict[str, int]
     per_cpu: dict[str, int]
@@ -156,12 +156,12 @@ class KernelOffsets:
     need_resched: int = 0
     """Mask of the bit TIF_NEED_RESCHED in thread_info.flags of the booted kernel; 0 before the boot."""
     executed: dict[str, int] = field(default_factory=dict)
-    """Address of an instruction that the host executes in place of the CPU -> the instruction's code.
+    """Address of an instruction that the host executes in place of the CPU -> the instruction's encoding.
 
     The address is a hexadecimal number without a prefix, because JSON keys are strings.
     """
     user_access: dict[str, int] = field(default_factory=dict)
-    """Address of an instruction that allows or forbids user accesses -> its code, as in `executed`.
+    """Address of an instruction that allows or forbids user accesses -> its encoding, as in `executed`.
 
     These are instructions in the functions GuestAbi.user_access.
     """
@@ -213,7 +213,7 @@ def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:
 
 
 def _user_access(kernel: LinuxKernel, functions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (address, code) of each csrs or csrc instruction for sstatus in the kernel's `functions`.
+    """Yield (address, encoding) of each csrs or csrc instruction for sstatus in the kernel's `functions`.
 
     Leave out instructions with the operand x0, because they change nothing.
     """
@@ -232,7 +232,7 @@ def _user_access(kernel: LinuxKernel, functions: tuple[str, ...]) -> Iterator[tu
 
 
 def _instructions_ending(kernel: LinuxKernel, ends: tuple[bytes, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (address, value) of each aligned 32-bit word of a kernel whose last three bytes are in `ends`.
+    """Yield (address, value) of each aligned 32-bit word of a kernel, if its last three bytes are in `ends`.
 
     Some of these words may be data. The host's hooks for data are never called, because the CPU never
     executes data.
@@ -287,9 +287,9 @@ def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, 
 
 
 def _stack_top(kernel: LinuxKernel) -> int | None:
-    """Return the per-CPU offset of the word with the address of the end of the running task's struct pt_regs.
+    """Return the per-CPU offset of the pointer to the end of the running task's struct pt_regs.
 
-    Return None if the kernel has no known symbol for the word.
+    Return None if the kernel has no known symbol for the pointer.
 
     Mirrors: arch/x86/include/asm/processor.h:cpu_current_top_of_stack (v5.10, v6.1),
     arch/x86/include/asm/current.h:struct pcpu_hot (v6.12).
@@ -340,7 +340,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return key -> offset, size or length, for the page allocator's structures; {} if one is missing."""
+    """Return key -> offset, size or length, for the page allocator's structures; {} if BTF lacks one."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -351,7 +351,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_text_poke(btf: Btf) -> dict[str, int]:
-    """Return the positions of __text_poke()'s parameters by the keys POKED; {} if BTF lacks the function."""
+    """Return key in POKED -> position of __text_poke()'s parameter; {} if BTF lacks the function."""
     try:
         _, parameters = btf.prototype(TEXT_POKE)
     except KernelError as error:

@@ -1,4 +1,4 @@
-"""Table cache: keeps the decoded tables of a distribution's kernel in a file, which later starts map."""
+"""Table cache: a file with the decoded tables of a distribution's kernel, which speeds up the next start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def kernel_from_file(source: str) -> LinuxKernel:
     """Return the kernel in the file `source`, with its text as it was linked.
 
     `source`: the path of a kernel's file, or `host` for the running kernel. If the tables can't be kept in
-    the cache, log the error. Raises: KernelError ENOEXEC (no usable kernel), ENOENT, OSError (of the kernel's
-    file).
+    the cache, log the error. Raises: KernelError ENOEXEC (no usable kernel), ENOENT (the host's kernel file
+    is not found), OSError (the kernel's file can't be read).
     """
     path = kernel_file(source)
     place = snapshot.tables_place(path)

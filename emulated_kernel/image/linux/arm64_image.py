@@ -20,7 +20,7 @@ _HEADER = struct.Struct("<8x3Q")
 _BIG_ENDIAN = 1
 _PAGE_SIZE_AT = 1
 _PAGE_SIZES = {0: "an unknown size", 2: "16 KiB", 3: "64 KiB"}
-"""Page sizes that the host does not support: value of the page size field in the header's flags -> text."""
+"""Value of the header's page size field -> text for an error, for each size that is not supported."""
 _SMALL_PAGES = 1
 """Value of the page size field in the header's flags for pages of 4 KiB."""
 _RELATIVE = struct.pack("<Q", 0x403)

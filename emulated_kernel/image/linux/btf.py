@@ -69,7 +69,11 @@ _ENUMS = (Kind.ENUM, Kind.ENUM64)
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """One type. `size_or_type` is its size in bytes, or the id of the type to which it refers."""
+    """One type. `size_or_type` is its size in bytes, or the id of the type to which it refers.
+
+    `name`: offset of its name in the string table. `count`: number of its members, parameters or enumerators
+    (vlen). `flag`: kind_flag of struct btf_type.
+    """
 
     kind: Kind
     name: int
@@ -82,7 +86,10 @@ class Type:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a structure or union. Offset and width are in bits; width is 0 except for bit fields."""
+    """A member of a structure or union, or a parameter of a function. `type` is the id of its type.
+
+    Offset and width are in bits. The width is 0 except for bit fields; a parameter's offset is 0, too.
+    """
 
     name: str
     type: int
@@ -196,7 +203,7 @@ class Btf:
         return number
 
     def _is(self, number: int, kind: Kind, name: int) -> bool:
-        """Return True if the type `number` is a `kind` whose name is at offset `name` of the string table."""
+        """Return True if the type `number` is of the kind `kind`, and its name is at the offset `name`."""
         found = self.type(number)
         return found.kind is kind and found.name == name
 
@@ -244,7 +251,10 @@ class Btf:
         return offset, member
 
     def length(self, path: str) -> int:
-        """Return the number of elements of the array member `path`. Raises: KernelError ENOENT (no array)."""
+        """Return the number of elements of the array member `path`.
+
+        Raises: KernelError ENOENT (no such member, or it is no array).
+        """
         array_type = self.type(self.resolve(self.locate(path)[1].type))
         if array_type.kind is not Kind.ARRAY:
             raise KernelError(ENOENT, f"{path} is no array")
@@ -270,7 +280,7 @@ class Btf:
             yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
 
     def resolve(self, number: int) -> int:
-        """Return the id of the type that is left when typedefs and qualifiers of `number` are followed."""
+        """Return the id of the type `number` without typedefs, qualifiers and type tags in front of it."""
         for _ in range(_DEPTH):
             kind = self.type(number)
             if kind.kind not in _MODIFIERS:
@@ -327,7 +337,7 @@ class Btf:
     def parameters(self, function: str) -> int:
         """Return the number of a function's declared parameters, without "...".
 
-        Raises: KernelError ENOENT.
+        Raises: KernelError ENOENT (no such function).
         """
         _, parameters = self.prototype(function)
         return len(parameters) - (bool(parameters) and not parameters[-1].type)
@@ -335,7 +345,7 @@ class Btf:
     def prototype(self, function: str) -> tuple[int, tuple[Member, ...]]:
         """Return the id of a function's result type, and its parameters. "..." has no name and type id 0.
 
-        Raises: KernelError ENOENT.
+        Raises: KernelError ENOENT (no such function).
         """
         number = self.type(self.find(Kind.FUNC, function)).size_or_type
         if self.type(number).kind is not Kind.FUNC_PROTO:

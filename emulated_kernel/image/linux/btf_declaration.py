@@ -43,7 +43,7 @@ class Prototype:
     """The function's result, as a parameter without a name."""
 
     def words(self, word_size: int) -> int | None:
-        """Return the number of words that the parameters take; None if the function is variadic."""
+        """Return how many words of `word_size` bytes the parameters take; None for a variadic function."""
         if self.text.endswith("...)"):
             return None
         return sum(max(1, -(-parameter.size // word_size)) for parameter in self.parameters)
@@ -62,7 +62,7 @@ def prototype(btf: Btf, function: str) -> Prototype:
 
 
 def declaration(btf: Btf, number: int, name: str = "", limit: StepLimit | None = None) -> str:
-    """Return the C declaration of `name`, whose type has the id `number`.
+    """Return the C declaration of `name`, whose type has the id `number`; only the type if `name` is "".
 
     `limit`: number of types that the declaration may still have; None for _MAX_TYPES.
     Raises: KernelError ENOEXEC (the types contain each other).

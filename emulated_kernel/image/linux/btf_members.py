@@ -1,4 +1,4 @@
-"""Finds the members of structures at an offset, from BTF: the data that a dereference reads."""
+"""Finds the members at an offset of a structure, from BTF, to tell which data a dereference reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ _DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class ScalarMember:
-    """A member that is no structure; `path` has the names of the structures around it."""
+    """A member that is no structure, perhaps within other structures or arrays.
+
+    `path`: names of the members around it and its own name, such as `thread.fpu[2]`. Anonymous members are
+    left out.
+    """
 
     path: str
     type: int
@@ -100,7 +104,7 @@ def beginning_with(btf: Btf) -> Mapping[int, Sequence[int]]:
 def size_of(btf: Btf, number: int, depth: int = _DEPTH) -> int:
     """Return the size in bytes of the type with the id `number`.
 
-    Return 0 for void and functions, and for arrays of more than `depth` dimensions.
+    Return 0 for void, functions and forward declarations, and for arrays of more than `depth` dimensions.
     """
     kind = btf.type(btf.resolve(number))
     if kind.kind is Kind.PTR:

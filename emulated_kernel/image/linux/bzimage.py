@@ -27,7 +27,10 @@ def is_bzimage(start: bytes) -> bool:
 
 
 def unpack_bzimage(data: bytes) -> bytes:
-    """Unpack and return the vmlinux that a bzImage contains. Raises: KernelError ENOEXEC."""
+    """Unpack and return the vmlinux that a bzImage contains.
+
+    Raises: KernelError ENOEXEC (damaged, or of a protocol before 2.08).
+    """
     payload = _payload(data)
     declared = struct.unpack("<I", payload[-4:])[0]
     if not 0 < declared <= VMLINUX_LIMIT:

@@ -130,7 +130,7 @@ def _zstd(packed: _Rest) -> Iterator[bytes]:
 
 
 def _lz4_legacy(packed: _Rest) -> Iterator[bytes]:
-    """Unpack the format of `lz4 -l`: a sequence of blocks of 8 MiB."""
+    """Yield the unpacked data of the format of `lz4 -l`: a sequence of compressed blocks of 8 MiB."""
     lz4_block: Any = import_module("lz4.block")
     packed.read(4)
     while size := packed.read(4):

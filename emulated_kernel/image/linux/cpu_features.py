@@ -69,11 +69,11 @@ def capability_words(kernel: LinuxKernel) -> int:
 def with_features(
     kernel: LinuxKernel, unpatched: LinuxKernel, had: Collection[int], named: Collection[str]
 ) -> LinuxKernel:
-    """Return `kernel` with the alternatives that boot would have chosen on a CPU with more features.
+    """Return a copy of `kernel` with the alternatives that boot would choose on a CPU with more features.
 
     `kernel`: a kernel as it was booted. `unpatched`: the same kernel as it is in its file. `had`: numbers of
-    the features with which the kernel has booted. `named`: names of further features. Mirrors:
-    arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
+    the features with which the kernel has booted. `named`: names of the further features; names that the
+    kernel lacks are ignored. Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
     """
     numbers = feature_numbers(unpatched)
     has = {*had, *(numbers[name] for name in named if name in numbers)}
@@ -120,9 +120,9 @@ def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
 
 
 def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
-    """Return the last of `entries`, the alternatives of one instruction, whose condition is fulfilled.
+    """Return the last alternative in `entries` whose condition is fulfilled; None if there is none.
 
-    `has`: numbers of the CPU's features. If no condition is fulfilled, return None: the original code stays.
+    `entries`: alternatives of one instruction. `has`: numbers of the CPU's features.
     """
     found = None
     for entry in entries:

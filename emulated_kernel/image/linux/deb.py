@@ -31,7 +31,7 @@ _AR_END = b"`\n"
 
 
 class _Part:
-    """A part of a file, readable like a file: the bytes `front`, then the range from `start` to `end`."""
+    """Reader of the bytes `front`, followed by the part of a file from offset `start` to `end`."""
 
     def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
         self._file = file
@@ -53,7 +53,7 @@ class _Part:
 class PackageTar:
     """The tar archive of a package. Reading can begin at each compressed block.
 
-    Raises: KernelError ENOEXEC (in the constructor and in all methods that read).
+    Raises: KernelError ENOEXEC (a damaged package; in the constructor and in all methods that read).
     """
 
     def __init__(self, package: BinaryIO, start: int, end: int, *, is_packed: bool = True) -> None:
@@ -131,6 +131,8 @@ def deb_tar(package: BinaryIO, part: str = "data.tar") -> PackageTar:
     """Return the tar archive `part` of a Debian package.
 
     The archive data.tar has the package's files, and control.tar has the package's description.
+
+    Raises: KernelError ENOEXEC (a damaged package, or one without the archive).
     """
     for name, start, end in _ar_members(package):
         if name.startswith(part):

@@ -1,4 +1,4 @@
-"""Makes files with debug information of kprobefs's own kernels and of distributions' kernels.
+"""Makes files with debug information, for the built-in kernels and for distributions' kernels.
 
 The files are for debuggers. The types come from BTF. Distributions ship DWARF only in packages of several
 hundred megabytes.
@@ -59,7 +59,7 @@ The last two are variables of kprobefs's own kernel.
 
 
 def builtin_debug_file(image: KernelImage) -> bytes:
-    """Return an ELF file with memory, symbols and types of an image of kprobefs's own.
+    """Return an ELF file of a built-in kernel's image, with its memory, its symbols and its types.
 
     Raises: KernelError ENOEXEC (damaged types).
     """
@@ -83,7 +83,7 @@ def builtin_debug_file(image: KernelImage) -> bytes:
 
 
 def linux_debug_file(kernel: LinuxKernel) -> bytes:
-    """Return an ELF file with memory, symbols and types of a distribution's kernel, as it is before boot.
+    """Return an ELF file of a distribution's kernel, with its memory before boot, its symbols and its types.
 
     Raises: KernelError ENODATA (no BTF), ENOEXEC (damaged BTF).
     """

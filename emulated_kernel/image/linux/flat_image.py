@@ -38,7 +38,10 @@ class FlatImage(LinkedMemory):
         return start.startswith(cls.magic, cls.magic_at)
 
     def check_complete(self, end: int) -> None:
-        """Check that the file reaches to `end`, the address of _edata. Raises: KernelError ENOEXEC."""
+        """Check that the file reaches to `end`, the address of _edata.
+
+        Raises: KernelError ENOEXEC (the file is truncated).
+        """
         size = len(self.segments[0].data)
         if size < end - self.entry:
             raise unusable(f"truncated: its data end at {end - self.entry:#x}, the file at {size:#x}")

@@ -62,7 +62,7 @@ class _Names:
 
 
 def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
-    """Return all symbols of kallsyms in its order, without sizes; an empty list if there are no tables.
+    """Return the symbols in a kernel's kallsyms tables, in table order, without sizes; [] without tables.
 
     The layouts of v5.0 to v7.3 are known.
     Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1, v7.2).
@@ -140,9 +140,9 @@ def _tokens_at(data: bytes, start: int) -> _Tokens | None:
 def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
     """Find num_syms and the names in the layout since v7.0, in which the token table follows the markers.
 
-    The markers ascend from 0, and each stands for at most 256 names, so num_syms must match their number. The
-    last marker is the size in bytes of all names but the last 256 or fewer. So only a few words can be
-    num_syms. Return None if no word fits.
+    The markers ascend from 0, and each stands for at most 256 names, so num_syms must match the number of
+    markers. The last marker is the size in bytes of all names but the last 256 or fewer. So only a few words
+    can be num_syms. Return None if no word fits.
     """
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _PACKED
@@ -200,10 +200,10 @@ def _before_zeros(words: memoryview) -> Iterator[int]:
 def _names_at(
     data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget, alignment: int
 ) -> list[bytes] | None:
-    """Return the `count` names that begin at offset `start`; None if no matching markers follow them.
+    """Return the `count` names that begin at offset `start`; None if a name or a marker is invalid.
 
-    `tokens`: the token table. `budget` is reduced by the number of decoded names. `alignment`: alignment of
-    the markers in bytes.
+    `tokens`: the token table. `budget` is reduced by the number of decoded names. `alignment`: alignment in
+    bytes of the markers, which follow the names.
     """
     texts = tokens.texts
     limit = tokens.start
@@ -282,7 +282,8 @@ def _find_relative_to_entries(
 def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
     """Decode `count` addresses that are stored as offsets; return None if the addresses don't ascend.
 
-    Either all offsets are relative to `base`, or only the negative offsets are.
+    `offsets`: where the stored offsets begin in `data`. Either all stored offsets are relative to `base`, or
+    only the negative ones are; the others are then absolute addresses.
     """
     signed = struct.unpack_from(f"<{count}i", data, offsets)
     for addresses in (

@@ -36,15 +36,15 @@ class KernelEvent:
     tracepoint: int
     """Address of the event's struct tracepoint; 0 if the event has no tracepoint."""
     probe: int
-    """Address of the function that the tracepoint calls to write the event's records."""
+    """Address of the function that the tracepoint calls to write an event's record; 0 without tracepoint."""
     key: int
-    """Address of the tracepoint's static key."""
+    """Address of the tracepoint's static key; 0 without tracepoint."""
     is_plain: bool
-    """Whether the tracepoint can be enabled without a call: it has no regfunc and no unregfunc."""
+    """Whether the tracepoint has neither regfunc nor unregfunc, which would be called to enable it."""
 
 
 class Structures:
-    """Reader of structures in a kernel's memory, whose members it finds by the kernel's BTF."""
+    """Reader of structures in a kernel's memory. The kernel's BTF tells where the members are."""
 
     def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
@@ -66,7 +66,7 @@ class Structures:
         return raw >> offset % 8 & (1 << width) - 1
 
     def text(self, address: int, path: str) -> str:
-        """Return the string to which the member `path` of a structure points; "" for a null pointer."""
+        """Return the string to which the member `path` of the structure at `address` points; "" for NULL."""
         pointer = self.value(address, path)
         return self.string(pointer) if pointer else ""
 
@@ -136,7 +136,7 @@ def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[s
 
 
 def with_values(text: str, values: Mapping[str, int]) -> str:
-    """Return a print format in which constants are replaced by their `values`, except in strings.
+    """Return `text`, a print format or a C type, with constants outside strings replaced by their `values`.
 
     Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1).
     """
@@ -179,8 +179,8 @@ def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
 def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[FieldDefinition]:
     """Yield the fields of the event whose struct trace_event_call is at `address`.
 
-    The fields are in an array of the event's class. For a class that defines its fields by code, no field
-    is yielded. `values`: values of constants in the types.
+    The fields are in an array of the event's class. If a kernel function defines the fields of the class,
+    yield none. `values`: constant -> value, for the constants in the fields' types.
     """
     event_class = structures.value(address, "trace_event_call.class")
     if not structures.btf.has("trace_event_class.fields_array"):
@@ -217,7 +217,7 @@ def kernel_syscalls(
 ) -> Iterator[SyscallDefinition]:
     """Yield the system calls whose struct syscall_metadata are at the addresses `metadata`.
 
-    `numbers` maps the name without sys_ to the number of the system call.
+    `numbers`: name of a system call without sys_ -> number. A system call that it lacks gets the number -1.
     """
     structures.begin()
     for address in metadata:

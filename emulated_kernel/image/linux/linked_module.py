@@ -1,4 +1,4 @@
-"""Modules of a distribution's kernel, linked at made-up addresses from their files: text, symbols and tables.
+"""Links the files of a distribution's modules at made-up addresses, for their text, symbols and tables.
 
 Linking needs no running kernel. A running kernel patches the text of a module; here the text has no
 patches.
@@ -205,9 +205,9 @@ class _Linker:
     # The result
 
     def linked(self, kernel: LinuxKernel) -> LinkedModule:
-        """Return the linked module, with its tables, as it is after its init function has returned.
+        """Return the linked module with its tables, and without its init sections, which Linux frees.
 
-        `kernel`: the kernel, whose version decides the layout of the bug table.
+        `kernel`: the kernel, which decides the layout of the bug table.
         """
         symbols = tuple(self._symbols())
         module = Module(

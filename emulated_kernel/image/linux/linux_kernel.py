@@ -75,6 +75,8 @@ class ReturnThunks(Enum):
     def has_thunk(self, site: int) -> bool:
         """Return True if the return at `site` keeps its jump to the return thunk.
 
+        Return False if boot replaces the jump by a plain return.
+
         Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139).
         """
         return self is ReturnThunks.THUNKS or (self is ReturnThunks.ITS and not site & _SECOND_HALF)
@@ -178,7 +180,7 @@ class LinuxKernel:
     def mcount(self) -> AddressSet:
         """Addresses of the fentry sites, which are at or near the start of functions.
 
-        Linux: zero entries are padding.
+        Zero entries in Linux's table are padding; they are left out.
         """
         start, end = self.text
         words = memoryview(self.read(start, (end - start) & -_ARM64_SIZE)).cast("I")
@@ -231,7 +233,7 @@ class LinuxKernel:
 
     @property
     def bug_entries(self) -> dict[int, BugEntry]:
-        """Address of a ud2 -> its entry in the bug table."""
+        """Address of a trap instruction of BUG() or WARN() -> its entry in the bug table."""
         return text_tables.bugs(*self._table(_BUGS), self.vmlinux.string, has_format=self.bugs_have_format)
 
     @cached_property
@@ -241,7 +243,7 @@ class LinuxKernel:
 
     @property
     def bugs_have_format(self) -> bool:
-        """Whether an entry of the bug table has a format string, as in v6.19 and later."""
+        """Whether an entry of the bug table has a format string, as in v6.19 and later; False without BTF."""
         try:
             return self.btf.has("bug_entry.format_disp")
         except KernelError as error:
@@ -322,7 +324,7 @@ class LinuxKernel:
     def _lacks(self, name: str) -> KernelError:
         """Return the error for the missing symbol `name`.
 
-        It names the build option that provides the symbol.
+        The text of the error names the build option that provides the symbol, if it is known.
         """
         option = self._missing_option(name)
         remedy = f"; a kernel needs {option}" if option else ""
@@ -379,7 +381,7 @@ class LinuxKernel:
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address and bytes of each range of data, aligned to 8 bytes."""
+        """Address, aligned to 8 bytes, and contents of each part of the segments outside the text."""
         for segment in self.vmlinux.segments:
             start = segment.va
             end = segment.va + len(segment.data)
@@ -527,7 +529,7 @@ class LinuxKernel:
 
 
 def open_kernel(source: str) -> LinuxKernel:
-    """Open a kernel: `source` is the path of a vmlinux, vmlinuz, Image or package, or `host`.
+    """Open a kernel. `source`: path of a vmlinux, vmlinuz, Image or package; `host` for the running kernel.
 
     Raises: KernelError ENOEXEC (not a kernel), ENOENT (the running kernel's file doesn't exist), OSError.
     """

@@ -25,7 +25,7 @@ from emulated_kernel.util.similar_names import similar_names, similar_names_hint
 _LIMIT = 64 << 20
 """Maximum size of an unpacked module in bytes."""
 _CACHE_BYTES = 8 << 20
-"""Maximum size in bytes of the cache of module files, which are cached as they are in the package."""
+"""Maximum size in bytes of the cached module files of one package; compressed files stay compressed."""
 _MAX_MODULES = 1 << 16
 """Maximum number of modules in a package."""
 _MAX_PACKAGES = 4
@@ -34,13 +34,13 @@ _ELF = b"\x7fELF"
 _FILE = lazy_pattern(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 _MODULE_RPMS = "kernel-modules-", "kernel-modules-extra-"
-"""Beginnings of the names of packages with modules, to which the kernel's release is added."""
+"""Beginnings of the names of packages that the error about a missing module names; the release follows."""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
 """Patterns for the file names of packages with modules; `{}` is the kernel's release."""
 
 
 class ModuleFiles:
-    """Finds the files of a kernel's module and of its dependencies, and reads them.
+    """Finds and reads the files of one kernel's modules: that of a module, and those of its dependencies.
 
     A read can take seconds, because it unpacks a package up to the module.
     """
@@ -63,11 +63,11 @@ class ModuleFiles:
         self._foreign = BoundedFileReader()
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
-        """Return names and contents of a module and its dependencies, in the order of loading.
+        """Return names and unpacked contents of a module and its dependencies, in the order of loading.
 
-        `name` is a module's name, or a path, which contains a slash.
-        Raises: KernelError ENOENT (no such module), ENOEXEC (not a module), OSError, UnusableFile (modules
-        need each other).
+        `name` is a module's name, or the path of a module's file, which contains a slash.
+        Raises: KernelError ENOENT (no such module), ENOEXEC (not a module, a damaged package, or modules that
+        depend on each other in a circle), OSError (a file can't be read).
         """
         found: dict[str, bytes] = {}
         needs: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ class ModuleFiles:
     def _find(self, names: set[str]) -> dict[str, bytes]:
         """Return module name -> file contents, for those of `names` that a package or directory contains.
 
-        Raises: OSError, UnusableFile.
+        Raises: OSError (a file can't be read), UnusableFile (a package is damaged).
         """
         found: dict[str, bytes] = {}
         for source in self._sources():
@@ -123,9 +123,9 @@ class ModuleFiles:
     def _missing(self, name: str) -> str:
         """Return the error text for a module that no source has.
 
-        The text names similar modules or, without any, the packages to add. If the kernel's own package
-        contains modules and is no RPM, the text names no packages: Debian's linux-image has all modules of
-        its build.
+        The text names the modules with similar names. If there are none, it names the packages to add. It
+        names no packages if the kernel's own package contains modules and is no RPM: Debian's linux-image has
+        all modules of its build.
         """
         known = sorted({each for source in self._sources() for each in source.names})
         if near := similar_names(name, known):
@@ -161,7 +161,7 @@ def _source(path: Path) -> _Package | _Directory:
 
 
 class _Package:
-    """A package: index of its modules, as far as the package was searched, and recently read module files."""
+    """A package, with an index of the modules that were found in it so far, and a cache of module files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,12 +171,12 @@ class _Package:
 
     @property
     def is_package(self) -> bool:
-        """Whether the file is a package, according to the last read()."""
+        """Whether the last read() found that the file is a package; False before the first read()."""
         return self._is_package
 
     @property
     def names(self) -> Set[str]:
-        """Names of the modules in the package, as far as it was searched."""
+        """Names of the modules that were found in the package so far."""
         return self._places.keys()
 
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
@@ -193,7 +193,7 @@ class _Package:
 
         Return None if the file isn't a package.
 
-        Raises: OSError, UnusableFile.
+        Raises: OSError (the file can't be read), UnusableFile (the package is damaged).
         """
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
             self._is_package = is_package(file.read(MAGIC_SIZE))
@@ -264,7 +264,11 @@ def _unpacked(name: str, data: bytes) -> bytes:
 
 
 def _needed(name: str, module: bytes) -> list[str]:
-    """Return the names of the modules on which a module depends, according to its .modinfo."""
+    """Return the names of the modules on which a module depends, according to its .modinfo.
+
+    `module`: contents of the unpacked module file. `name`: name of the module, for error messages.
+    Raises: KernelError ENOEXEC (`module` is no module file).
+    """
     with read_as(f"module ({name})"):
         file = ElfFile(module)
         section = file.sections.get(".modinfo")

@@ -1,4 +1,4 @@
-"""Opening of the file that `--image` names: a vmlinuz, vmlinux or package, which isn't trusted."""
+"""Opening of the file that `--image` names, which isn't trusted: a vmlinuz, vmlinux, Image or package."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from emulated_kernel.util.safe_read import open_regular
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 _FOREIGN = ((0x30, b"RISCV", "another RISC-V"),)
-"""Offset in a kernel's header, bytes at this offset, and name of a machine that is not supported.
+"""How to recognize kernels for other machines: offset in the header, bytes there, name of the machine.
 
-A kernel with these bytes in its header is for this machine. The kernel is not an ELF file.
+These kernels are not supported, and are not ELF files.
 """
 _IMAGES = (RiscvImage, Arm64Image)
 """Classes for kernels in the form of an Image, one for each architecture that has this form."""
 _OWN_SYMBOL = "__guest_abi"
-"""Name of the symbol of the ABI table, which only images built from image/src have."""
+"""Name of a symbol that only images built from image/src have: that of their ABI table."""
 
 
 def host_kernel() -> Path:
@@ -84,7 +84,7 @@ def is_linux(path: Path) -> bool:
     An image built from image/src is an ELF file, so any other file counts as a distribution's kernel. Only
     headers and symbol names are examined. Return False for a damaged ELF file; the error is reported when the
     file is loaded.
-    Raises: OSError.
+    Raises: OSError (the file can't be read).
     """
     with open_regular(path) as file:
         if file.read(_START)[: len(ELF_MAGIC)] != ELF_MAGIC:
@@ -99,7 +99,7 @@ def is_linux(path: Path) -> bool:
 def open_elf(path: Path) -> Iterator[BinaryIO]:
     """Open a kernel's ELF file, which may be packed in a vmlinuz or a package.
 
-    Raises: KernelError ENOEXEC (the file contains no kernel), OSError.
+    Raises: KernelError ENOEXEC (the file contains no kernel), OSError (the file can't be read).
     """
     with _opened(path) as file:
         start = file.read(_START)
@@ -113,7 +113,7 @@ def is_image(start: bytes) -> bool:
 
 
 def _contents(file: BinaryIO, start: bytes) -> bytes:
-    """Return the kernel in a file that begins with `start` and is no ELF file: a vmlinux, vmlinuz or Image.
+    """Return the kernel (a vmlinux, vmlinuz or Image) in a file that is no ELF file and begins with `start`.
 
     Raises: KernelError ENOEXEC (the file contains no kernel).
     """
@@ -161,7 +161,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded(file: BinaryIO) -> bytes:
-    """Read a whole vmlinuz. Raises: KernelError ENOEXEC (the file is too large)."""
+    """Return the contents of a vmlinuz or Image. Raises: KernelError ENOEXEC (the file is too large)."""
     if file.seek(0, os.SEEK_END) > _BZIMAGE_LIMIT:
         raise unusable(f"a vmlinuz of more than {_BZIMAGE_LIMIT >> 20} MiB")
     file.seek(0)

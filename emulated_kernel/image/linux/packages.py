@@ -35,7 +35,10 @@ def open_package(package: BinaryIO) -> PackageTar:
 
 
 def read_kernel(package: BinaryIO) -> bytes:
-    """Return the contents of a package's vmlinuz or vmlinux file. Raises: KernelError ENOEXEC."""
+    """Return the contents of a package's vmlinuz or vmlinux file.
+
+    Raises: KernelError ENOEXEC (the package contains no kernel, or is damaged).
+    """
     archive = open_package(package)
     release = ""
     for name, start, size, _ in archive.files():
@@ -50,9 +53,9 @@ def read_kernel(package: BinaryIO) -> bytes:
 
 
 def _instead(package: BinaryIO) -> str:
-    """Return the end of the error message about a package without a kernel; "" for no addition.
+    """Return the end of the error message about a package without a kernel: which packages to use instead.
 
-    The addition names the kernel packages on which a Debian package depends.
+    These are the kernel packages on which a Debian package depends. Return "" if there are none.
     """
     package.seek(0)
     if package.read(len(AR_MAGIC)) != AR_MAGIC:

@@ -15,7 +15,10 @@ from emulated_kernel.image.linux.vmlinux import FILE_LIMIT
 
 _OFFSET_AT = 8
 _TEXT_OFFSET = 0x200000
-"""Offset in bytes of the image in RAM. The offset of a kernel for riscv32 or without an MMU is different."""
+"""Offset in bytes of the image from the start of RAM.
+
+A kernel for riscv32 or without an MMU has another offset, and is not supported.
+"""
 _ZBOOT_AT = 4
 _ZBOOT = b"zimg"
 _ZBOOT_HEADER = struct.Struct("<4x4sII")
@@ -29,7 +32,10 @@ def is_zboot(start: bytes) -> bool:
 
 
 def unpack_zboot(data: bytes) -> bytes:
-    """Unpack and return the Image that a zboot file contains. Raises: KernelError ENOEXEC."""
+    """Unpack and return the Image that a zboot file contains.
+
+    Raises: KernelError ENOEXEC (the file is truncated or damaged).
+    """
     if len(data) < _ZBOOT_HEADER.size:
         raise unusable("truncated within the zboot header")
     _, offset, size = _ZBOOT_HEADER.unpack_from(data)
@@ -41,7 +47,7 @@ def unpack_zboot(data: bytes) -> bytes:
 class RiscvImage(FlatImage):
     """The memory of a riscv64 kernel that is given as an Image.
 
-    Raises: KernelError ENOEXEC (no sensible size).
+    Raises: KernelError ENOEXEC (no sensible size, or a kernel that does not have the offset _TEXT_OFFSET).
     """
 
     architecture = "riscv64"

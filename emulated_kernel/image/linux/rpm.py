@@ -68,7 +68,7 @@ class RpmPackage(PackageTar):
 def _after_header(package: BinaryIO, at: int) -> int:
     """Return the offset after the RPM header that begins at offset `at` of a package's file.
 
-    Raises: KernelError ENOEXEC.
+    Raises: KernelError ENOEXEC (no header begins at `at`).
     """
     package.seek(at)
     data = package.read(_HEADER.size)

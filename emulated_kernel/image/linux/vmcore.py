@@ -208,7 +208,10 @@ class CoreFile:
             raise unusable_core("it changed while it was read")
 
     def _noted(self, owner: bytes, offset: int, size: int) -> Iterator[bytes]:
-        """Yield the contents of the notes of `owner` in a segment of the file."""
+        """Yield the contents of the notes with the owner's name `owner` in a segment of the file.
+
+        `offset` and `size`: the segment's place in the file, in bytes.
+        """
         for name, _, text in elf_notes(self.read(offset, min(size, _NOTES_LIMIT))):
             if name == owner:
                 yield text

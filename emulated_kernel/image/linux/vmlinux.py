@@ -76,7 +76,7 @@ class LinkedMemory:
     """The memory of a linked kernel, by virtual address."""
 
     architecture = "x86_64"
-    """Name of the kernel's processor, as in MachineConfig.arch."""
+    """Name of the architecture for which the kernel is built, as in MachineConfig.arch."""
 
     def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
         """Store the entry point, the segments sorted by address, and a map: name -> section.
@@ -198,7 +198,10 @@ class ElfReader:
         return [_SECTION.unpack_from(raw, index * size) for index in range(count)]
 
     def names_symbol(self, name: str) -> bool:
-        """Return True if a symbol table of the file contains the name `name`. Raises: KernelError ENOEXEC."""
+        """Return True if a symbol table of the file contains the name `name`.
+
+        Raises: KernelError ENOEXEC (a symbol table has no sensible size).
+        """
         word = f"\0{name}\0".encode()
         tables = _symbol_tables(self.section_headers())
         return any(word in self.read(strings[4], strings[5]) for _, strings in tables)
@@ -226,7 +229,10 @@ class ElfReader:
 
 
 def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the section headers of each symbol table and of its string table. Raises: KernelError ENOEXEC."""
+    """Yield the section headers of each symbol table and of its string table.
+
+    Raises: KernelError ENOEXEC (a symbol table has no sensible size).
+    """
     for header in headers:
         if header[1] == SHT_SYMTAB and header[6] < len(headers):
             strings = headers[header[6]]

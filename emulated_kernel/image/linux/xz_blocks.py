@@ -16,7 +16,7 @@ _MAX_BITS = 56
 
 
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
-    """Return the blocks of the xz stream between two offsets, and the offset of the stream's index.
+    """Return the blocks of the xz stream between two offsets of a file, and the file offset of its index.
 
     Each block is a pair: its offset in the stream, which is 0 for the first block, and its offset in the
     unpacked data. If the range isn't a single stream with a valid index, return None. Unpacking from the

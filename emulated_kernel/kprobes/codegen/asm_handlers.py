@@ -18,7 +18,7 @@ _MASK = (1 << 8 * CELL_SIZE) - 1
 
 
 class PerCpuVars(MutableMapping[str, int]):
-    """Mapping of names to the cells of a probe: each cell has one unsigned 64-bit number per CPU.
+    """Map: name -> cell of a probe. Each cell has one unsigned 64-bit number per CPU.
 
     Reading a cell returns the sum over all CPUs modulo 2**64. Writing sets the first CPU's number to the
     value, and the other CPUs' numbers to 0. Cells can be set before the probe is registered, and keep their

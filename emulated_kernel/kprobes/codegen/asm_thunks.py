@@ -35,9 +35,9 @@ class AsmThunks:
         """Make the guest run the owners' handlers for `point`; then call `on_return` with the live registers.
 
         Return True after `regs.ip` was set to the handlers' code. Return False if there is no room for this
-        code. Then the hit counts as missed for the owners, and `on_return` is not called. `in_frame`: the
-        probed code's registers are in a struct pt_regs at sp. The compiled code is kept for further hits,
-        until Compiler.drop_asm_thunks is called for an owner.
+        code. Then the hit counts as missed for the owners, and `on_return` is not called. `in_frame`: True if
+        the probed code's registers are in a struct pt_regs at sp, False if they are in the CPU. The compiled
+        code is kept for further hits, until Compiler.drop_asm_thunks is called for an owner.
         """
 
         def emit(builder: ProgramBuilder) -> None:

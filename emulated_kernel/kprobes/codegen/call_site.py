@@ -1,4 +1,4 @@
-"""Guest code at a function's entry that finds the function and its return address."""
+"""Guest code that, at a function's entry, gets the function's address and its return address."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from emulated_kernel.arch.program.ir_builder import EntryKind, ProgramBuilder
 
 
 def get_called(builder: ProgramBuilder, arch: Arch, register: int) -> None:
-    """Emit code that sets `register` to the address of the function whose fentry site made the call."""
+    """Emit code that gets the address of the function whose fentry site made the call.
+
+    `register`: number of the virtual register that receives the address.
+    """
     called_by = arch.handler_call_link or arch.call_link
     if called_by is not None:
         builder.emit(GetRegister(register, called_by))
@@ -23,10 +26,12 @@ def get_called(builder: ProgramBuilder, arch: Arch, register: int) -> None:
 def get_return_address(
     builder: ProgramBuilder, arch: Arch, way: EntryKind, register: int, slot: int | None = None
 ) -> None:
-    """Emit code at a function's entry that sets `register` to the function's return address.
+    """Emit code at a function's entry that gets the function's return address.
 
-    The code also sets the virtual register `slot`, if it is given, to the address of the stack slot, or to
-    the stack pointer if the return address is in a register.
+    `register`: number of the virtual register that receives the return address. `way`: how the hit has
+    entered the code.
+    `slot`: number of a virtual register that receives the address of the stack slot with the return address,
+    or the stack pointer if the return address is in a register. None: neither is needed.
     """
     if slot is not None:
         builder.emit(GetRegister(slot, arch.registers.sp))

@@ -1,10 +1,10 @@
 """Compiler of handlers to guest code: it compiles at a probe's first hit, and again after changes.
 
 Python handles the hits until then, and all hits if a handler can't be compiled. Compiling takes as long as
-many hits in Python. One request therefore compiles at most MAX_HANDLERS handlers.
+many hits in Python. Therefore at most MAX_HANDLERS handlers are compiled while the control lock is held once.
 
-If other guest code runs during a hit, compiled code must count its own hits there as missed. At a breakpoint,
-Python finds that a hit is within another hit. At a jump or a call, CurrentKprobe does.
+Guest code that runs during a hit can have hits of its own, which count as missed. At a breakpoint, Python
+finds out that a hit is within another hit. At a jump or a call, the compiled code does, by CurrentKprobe.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Raises: KernelError (the code must jump to an address that is out of reach).
 EmitAll = Callable[[ProgramBuilder], object]
 """Function that adds to a program all handlers that the compiled code runs."""
 SHORTAGES = (MemoryError, ImportError, OSError)
-"""Exceptions that mean that the host lacks memory or a file descriptor, or that no address is within reach.
+"""Exceptions if the host lacks memory or file descriptors, or if code must jump to an address out of reach.
 
 They may occur in the middle of a hit, which must continue. A package that can't be imported raises an
 ImportError, too. Code that catches one of the exceptions calls Compiler.log_failure(), which logs it.
@@ -99,8 +99,8 @@ class Compiler:
         self.asm_thunks: dict[tuple[object, ...], CompiledCode] = {}
         """Key -> compiled handlers in assembly, which run at hits that Python handles.
 
-        The key of code that asm_thunk() returned has the owners of the handlers, and then `in_frame`. The
-        key of code that post_code() returned is (owner, target address).
+        The key of code that asm_thunk() returned has the owners of the handlers, the HandlerPoint and
+        `in_frame`. The key of code that post_code() returned is (owner, target address).
         """
         self._garbage = garbage
         self._lock = lock
@@ -150,10 +150,10 @@ class Compiler:
         return self.enabled and self.load()
 
     def may_make(self, handlers: int = 1) -> bool:
-        """Reserve the compilation of `handlers` handlers by the current request, and return True.
+        """Reserve the compilation of `handlers` handlers, and return True if so many may still be compiled.
 
-        Return False, with nothing reserved, if the request would compile more than MAX_HANDLERS handlers.
-        Then a later request must compile them.
+        At most MAX_HANDLERS may be compiled while the control lock is held once. If there would be more,
+        reserve nothing and return False: they must be compiled when the lock is held the next time.
         """
         if self._turn != self._lock.turn:
             self._turn = self._lock.turn
@@ -217,9 +217,10 @@ class Compiler:
     def asm_thunk(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
         """Compile handlers in assembly for hits that Python handles; None if there is no room for the code.
 
-        `owners`: objects that have the handlers. `emit` adds the handlers to a program. The code ends in a
-        breakpoint at `CompiledCode.tail`, whose route the caller sets. `in_frame`: registers are already
-        saved in a struct pt_regs that sp points at.
+        `owners`: the objects that have the handlers, followed by the HandlerPoint. `emit` adds the handlers
+        to a program. The code ends in a breakpoint at `CompiledCode.tail`, whose handler the caller sets.
+        `in_frame`: True if the registers are already saved in a struct pt_regs at sp; False if the code must
+        save them.
         """
         breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
@@ -230,10 +231,10 @@ class Compiler:
 
     @_or_none
     def post_code(self, owner: AggrKprobe, emit: EmitAll, target: int) -> CompiledCode | None:
-        """Compile handlers in assembly that continue at `target`; None if there is no room for the code.
+        """Compile the post_code of an address's probes; return None if there is no room for the code.
 
-        `owner`: object that has the handlers. `emit` adds the handlers to a program. If no jump reaches
-        `target`, the code ends in a breakpoint that leads there.
+        `owner` has the probes. `emit` adds their post_code to a program. The code continues at `target`. If
+        no jump reaches `target`, the code ends in a breakpoint that leads there.
         """
         arch = self._arch
         ends: list[int] = []
@@ -261,9 +262,8 @@ class Compiler:
     ) -> CompiledCode | None:
         """Return the code that is cached under `key`; if there is none, compile it.
 
-        `emit` adds the handlers to a program. `rest` returns the code to place after the handlers, which
-        has at most `behind` bytes. `in_frame`: the registers are already in a struct pt_regs at sp. Return
-        None if there is no room for the code.
+        `emit` adds the handlers to a program. `rest` returns the code to place after the handlers, which has
+        at most `behind` bytes. `in_frame`: see asm_thunk(). Return None if there is no room for the code.
         """
         made = self.asm_thunks.get(key)
         if made is not None:
@@ -445,7 +445,8 @@ class Compiler:
         """Generate the program's machine code, which saves the changed registers that are live.
 
         `live`: the live registers; None: those that are live at `address` in the probed function. If
-        `saves_all` is set, the code saves all registers. `by_call`: an fentry site calls the code.
+        `saves_all` is set, the code saves all registers. `by_call`: True if an fentry site calls the code;
+        False if it is entered in another way.
         """
         needed = None if self.saves_all else live or self._verdict.live_at(address)
         compile_program = self._arch.called_code if by_call else self._arch.handler_code
@@ -505,7 +506,8 @@ class Compiler:
     def retire(self, code: CompiledCode) -> None:
         """Free code to which nothing jumps any more, once no CPU is in it.
 
-        CPUs in the code may still continue to slots, detours and trampolines.
+        Until then, free no other code either: CPUs in the code may still jump to slots, detours and
+        trampolines.
         """
         code.retired = True
         span = code.address, code.address + code.size
@@ -523,7 +525,10 @@ class Compiler:
 
 
 def _redirect(target: int | LinkedJump) -> Redirect:
-    """Return the handler of a breakpoint after which the guest continues at `target`."""
+    """Return the handler of a breakpoint that makes the guest continue at `target`.
+
+    A LinkedJump stands for the address to which this instruction jumps, and also sets its link register.
+    """
     return LinkedRedirect(target) if isinstance(target, LinkedJump) else Redirect(target, _go_to, target)
 
 

@@ -10,11 +10,11 @@ from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.traps.trap import HardwareError
 
 _TESTED_SIZE = 4
-"""Number of bytes of the variable that guest code tests; no word of the guest is smaller."""
+"""Number of bytes of the variable that guest code tests: the size of the smallest word of any guest."""
 
 
 class CurrentKprobe:
-    """A variable in guest memory that is 1 on each CPU whose guest runs within a hit, else 0.
+    """A per-CPU variable in guest memory: 1 while the CPU runs guest code within a hit, else 0.
 
     Only hits of some probes run guest code in which other probes can be hit: handlers in C, and functions of
     jprobes. While there are no such probes, compiled handlers contain no check of the variable.
@@ -26,7 +26,10 @@ class CurrentKprobe:
         self._owners: set[object] = set()
         self._offset: int | None = None
         self.words: Sequence[memoryview] = ()
-        """CPU number -> view of the CPU's variable. Empty until the first probe runs guest code."""
+        """CPU number -> view of the CPU's variable.
+
+        Empty until a probe is registered whose hits run guest code.
+        """
 
     @property
     def is_checked(self) -> bool:
@@ -36,7 +39,7 @@ class CurrentKprobe:
     def set_owner(self, owner: object, runs_guest: bool) -> bool:
         """Set whether hits of `owner` run guest code in which other probes can be hit.
 
-        Return True if `is_checked` has changed.
+        `owner`: a probe, or an object that has several probes. Return True if `is_checked` has changed.
         """
         before = self.is_checked
         (self._owners.add if runs_guest else self._owners.discard)(owner)

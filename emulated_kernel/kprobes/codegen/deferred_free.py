@@ -8,7 +8,7 @@ from emulated_kernel.kprobes.quiescence import DelayedWork, GracePeriod, Span
 from emulated_kernel.util.fast_dataclass import dataclass
 
 COLLECT_DELAY = 5
-"""Number of jiffies until freed pieces are collected; the delay lets one collection free several pieces."""
+"""Number of jiffies after which unused pieces are freed; the delay lets one check free several pieces."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

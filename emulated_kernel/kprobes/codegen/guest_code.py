@@ -26,12 +26,13 @@ class CompiledCode:
     copied: int = field(default=0, metadata=ADDRESS)
     """Address of the code after the handler: copied instructions, a relocated form, or a jump.
 
-    The value is 0 for a trampoline, which has no such code.
+    The value is 0 for a trampoline and for the code of Compiler.jump(), which have no such code.
     """
     target: int | None = field(default=None, init=False, metadata=ADDRESS)
     """Address at which the guest continues after a stub for breakpoint hits.
 
-    None if the host continues the hit, or if the relocated form of `region` follows the handler.
+    None if the host continues the hit, or if the relocated form of `region` follows the handler. In the code
+    of Compiler.jump(): the address to which the instruction jumps.
     """
     region: Region | None = field(default=None, init=False)
     """The emulated instruction whose relocated form follows the handler of a stub; None without one."""
@@ -46,7 +47,10 @@ class CompiledCode:
 
 
 class BreakpointKind(Enum):
-    """How the probed instruction is executed at a hit by a breakpoint. The values are the names in files."""
+    """How the probed instruction is executed at a hit by a breakpoint.
+
+    The values are the names that commands print.
+    """
 
     STEPPED = "stepped"
     """The guest runs the copy, and a second trap ends the step."""

@@ -30,7 +30,7 @@ class PtRegsFrames(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         """Make the view of the struct pt_regs at `address`.
 
-        Raises: MemoryFault (the address isn't in one piece of writable memory).
+        Raises: MemoryFault (the struct does not lie in one piece of writable memory).
         """
         view = self._view(address, self._size)
         if len(self) >= _CACHE_SIZE:

@@ -1,1 +1,1 @@
-"""Hit handling: from the breakpoint, jump or call back to the probed code."""
+"""Handling of hits, from the breakpoint, jump or call to the continuation of the probed code."""

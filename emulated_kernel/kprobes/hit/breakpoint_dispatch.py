@@ -1,4 +1,4 @@
-"""BreakpointDispatch: routes the traps of a hit to HitHandling, and compiles handlers at a first hit."""
+"""BreakpointDispatch: leads the traps of a hit to HitHandling, and compiles handlers at the first hit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class BreakpointDispatch:
-    """Stores a handler in the machine's table of traps for each trap of a probe.
+    """Sets the route of each trap of a probe: the function in the machine's table that handles the trap.
 
-    Only few of many probes are ever hit. Handlers are therefore compiled at the first hit after they have
-    changed.
+    Of many probes, only few are ever hit. A probe's handlers are therefore compiled at the first hit after
+    they have changed.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class BreakpointDispatch:
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
         self.may_lead_jumps = True
-        """Whether a hit may redirect the jump in the text to a compiled handler."""
+        """Whether a hit that came by a jump may compile the handlers, and redirect the jump to them."""
         # Bound once, because thousands of probes keep them.
         self._on_first_breakpoint = self._first_by_breakpoint
         self._on_step_end = hits.on_step_end
         self._on_debug_trap = hits.on_debug_trap
 
     def update(self, head: AggrKprobe) -> None:
-        """Update the routes of the probe's traps after its state has changed, if the probe was ever armed."""
+        """Update the routes of the probe's traps after a change of the probe, if it was ever armed."""
         if head.insn is None or head.address in self.breakpoints:
             self.install(head)
 
     def install(self, head: AggrKprobe) -> None:
-        """Route all traps of the probe according to the probe's current state, before the probe is armed.
+        """Set the routes of all traps of the probe as its current state requires.
 
         Routes take memory, and many events are never enabled. A probe therefore has no routes before it is
         first armed.
@@ -123,7 +123,7 @@ class BreakpointDispatch:
             self.breakpoints[step_end] = ended
 
     def _leads_to(self, head: AggrKprobe) -> int | None:
-        """Return the address at which a breakpoint hit continues after its handlers.
+        """Return the address at which the guest continues after the handlers of a breakpoint hit.
 
         Return None if the probe is not optimized and its instruction is emulated. Then Python, or code at the
         end of the stub, does the work of the instruction.
@@ -230,7 +230,7 @@ class BreakpointDispatch:
         return head.may_compile and (self.may_lead_jumps or not head.is_patched)
 
     def compile_detour(self, head: AggrKprobe) -> None:
-        """Compile the handlers into a detour, and redirect the jump to it.
+        """Compile a detour that contains the handlers, and redirect the probe's jump to it.
 
         If the handlers cannot be compiled, Python continues to handle the hits.
         """
@@ -261,7 +261,7 @@ class BreakpointDispatch:
     def drop_detour_code(self, head: AggrKprobe) -> None:
         """Drop the compiled handlers to which the probe's jump leads.
 
-        Python handles hits by the jump until the next compilation.
+        Until the next compilation, Python handles the hits that come by the jump.
         """
         code = head.compiled
         if code is None:
@@ -288,13 +288,20 @@ class BreakpointDispatch:
     # Removal
 
     def remove(self, head: AggrKprobe) -> None:
-        """Drop the routes of the probe's breakpoints, except the one in a detour; see remove_detour()."""
+        """Drop the probe's compiled handlers, and the route of the breakpoint at the probed address.
+
+        The route stays if another AggrKprobe has this address now. For the breakpoint in a detour, see
+        remove_detour().
+        """
         self.drop_code(head)
         if self._table.get(head.address) in (head, None):
             self.breakpoints.pop(head.address, None)
 
     def remove_step_end(self, insn: OutOfLine) -> None:
-        """Drop the routes of the breakpoint that ends a step of the copy `insn`, before its slot is freed."""
+        """Drop the routes of the traps that end a step of the copied instruction `insn`.
+
+        This must happen before the slot of the copy is freed.
+        """
         if insn.step_end is not None:
             self.hits.steps.remove(insn)
             for ends in (self._debug_traps, self.breakpoints):

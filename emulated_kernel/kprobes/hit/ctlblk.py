@@ -24,15 +24,15 @@ class KprobeCtlblk:
     """
 
     python: memoryview
-    """View of TrapHooks.python: 1 while the guest runs within a hit and its traps go to Python; else 0."""
+    """View of TrapHooks.python: 1 if the guest runs within a hit and its traps go to Python, else 0."""
     current_kprobe: CurrentKprobe
-    """The variable by which compiled handlers find that the guest runs within a hit."""
+    """Variable of the guest that tells compiled handlers whether the guest runs within a hit."""
     running: AggrKprobe | None = None
-    """The probe whose hit Python handles on the current CPU."""
+    """The probe whose hit Python handles on the current CPU; None if there is no such hit."""
     interrupted: list[AggrKprobe] = field(default_factory=list)
-    """The probes whose hits the hit of `running` interrupted.
+    """Probes whose hits were interrupted by the hit of `running`; the last was interrupted most recently.
 
-    In Linux, kprobe_status is KPROBE_REENTER during such a hit.
+    In Linux, kprobe_status is KPROBE_REENTER during a hit that has interrupted another one.
     """
     by_breakpoint: bool = False
     """Whether the hit of `running` came by a breakpoint, whose exception Linux counts as an NMI."""
@@ -42,7 +42,7 @@ class KprobeCtlblk:
     Linux disables preemption during these calls.
     """
     started: int = 0
-    """Value of perf_counter_ns() when the hit of `running` started, for reset_current().
+    """Value of perf_counter_ns() at the start of the hit of `running`; reset_current() needs it.
 
     It is set before the step and the post_handlers of a hit. Until then, it may have the value of an earlier
     hit.
@@ -66,11 +66,11 @@ class KprobeCtlblk:
         self._set_within(head is not None)
 
     def enter_python(self) -> None:
-        """Route all traps to Python, because the guest will run within the current hit."""
+        """Make all traps go to Python from now on; called before the guest runs within the current hit."""
         self._set_within(True)
 
     def leave_python(self) -> None:
-        """Undo enter_python(), because the guest has finished its run within the current hit."""
+        """Undo enter_python(); called after the guest has run within the current hit."""
         self._set_within(False)
 
     def _set_within(self, within: bool) -> None:
@@ -81,7 +81,7 @@ class KprobeCtlblk:
             words[self.cpu][0] = within
 
     def reset_current(self, head: AggrKprobe) -> None:
-        """End the hit of `head`, and store its duration in `head.cost`.
+        """End the hit of `head`, and add its duration in nanoseconds to `head.cost`.
 
         Mirrors: reset_current_kprobe (v6.1).
         """
@@ -109,15 +109,15 @@ class KprobeCtlblk:
             self.set_running(None)
 
     def restore_to(self, depth: int) -> None:
-        """End the hits that occurred while a handler in the guest ran, because its run was given up.
+        """End the hits that occurred while the guest ran a handler, after the handler was aborted.
 
-        `depth`: length of `interrupted` before the run.
+        `depth`: length of `interrupted` before the handler ran.
         """
         while len(self.interrupted) > depth:
             self.restore_previous()
 
     def abandon(self) -> None:
-        """Forget all hits of the CPU, because the guest's run was given up and the hits never end."""
+        """Forget all hits of the CPU, because the guest's run was aborted, so that the hits never end."""
         self.interrupted.clear()
         self.set_running(None)
         self.in_ops_list = False

@@ -1,4 +1,4 @@
-"""EntryCode: guest code that the fentry sites of an ftrace_ops call, by a jump for each kind of function."""
+"""EntryCode: guest code that handles the calls from the fentry sites of an ftrace_ops."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from emulated_kernel.kprobes.hit.partial_jumps import PartialJumpDetector
 
 KindT = TypeVar("KindT")
 ByKind = Callable[[AbstractSet[int]], Mapping[KindT, AbstractSet[int]]]
-"""Function that divides fentry sites by the kind of their functions: kind -> sites."""
+"""Function that divides fentry sites; it returns a map: kind of function -> sites of such functions.
+
+A kind says how a tracer treats the calls of a function. Functions of one kind share guest code.
+"""
 
 
 class EntryCode(Generic[KindT]):
-    """Guest code for the calls of an ftrace_ops. Functions of one kind share their guest code.
+    """Guest code that handles the calls of an ftrace_ops; functions of one kind (see ByKind) share it.
 
-    The sites of a kind call one jump, which leads to guest code, or to the trampoline if Python handles the
-    calls. After a change of a tracer's settings, only the targets of these few jumps change, not all sites.
+    The sites of all functions of a kind call the same jump instruction. The jump leads to guest code, or to
+    the trampoline if Python handles the calls. After a change of a tracer's settings, only the targets of
+    these few jumps change, not all sites.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class EntryCode(Generic[KindT]):
         return not self.is_settled and self._split_jumps.may_patch()
 
     def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:
-        """Create missing jumps for the kinds of `sites`; the sites call their jump once they are attached.
+        """Create missing jumps for the kinds of `sites`. Sites call their jump as soon as they are attached.
 
         `by_kind`: divides sites by the kind of their functions. If there is no memory for the jump of a kind,
         the sites of this kind call the trampoline.
@@ -68,10 +72,10 @@ class EntryCode(Generic[KindT]):
         by_kind: ByKind[KindT],
         emit: Callable[[ProgramBuilder, KindT], object],
     ) -> bool:
-        """Compile guest code for the functions with the fentry sites `sites`, which call it from now on.
+        """Compile guest code for the calls from the fentry sites `sites`; calls run it from now on.
 
-        `by_kind`: see prepare(). `emit` adds the handling of a call to a program. If there is no memory for
-        the code, Python continues to handle the calls, and the result is False.
+        `by_kind`: see prepare(). `emit`: adds to a program the handling of a call from functions of a kind.
+        Return False if there is no memory for the code; then Python handles the calls.
         """
         self.is_settled = True
         try:
@@ -96,7 +100,7 @@ class EntryCode(Generic[KindT]):
             self._compiler.lead_to(jump, code.entry)
 
     def drop(self) -> None:
-        """Let Python handle the calls until the next make(), because the settings have changed."""
+        """Let Python handle the calls until the next make(); called when the settings have changed."""
         self.is_settled = False
         for jump in self._jumps.values():
             self._compiler.lead_to(jump, self._sites.trampoline)

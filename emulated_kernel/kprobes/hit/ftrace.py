@@ -19,7 +19,7 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.util.control_lock import ControlLock
 
 FTRACE_TRAMPOLINE = "ftrace_regs_caller"
-"""Name of the code that armed fentry sites call."""
+"""Name of the trampoline that armed fentry sites call, in symbols and disassembly."""
 OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
 """Name of the Linux function that fentry sites call if several ftrace_ops hook them."""
 
@@ -57,7 +57,7 @@ class FtraceSites:
         """Address of the trampoline that armed sites call, except sites that call compiled handlers."""
         text.poke(self.trampoline, stub.code)
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
-        """Address of a return instruction, to which compiled handlers lead at their end."""
+        """Address of the return instruction at the trampoline's end; compiled handlers end there."""
         self._calls: dict[int, Called] = {}
         """Address of an fentry site -> handler of calls from the site.
 
@@ -125,12 +125,19 @@ class FtraceSites:
         return call
 
     def install(self, head: AggrKprobe) -> None:
-        """Update the route of calls to an armed probe after the probe's state has changed."""
+        """Forget the handler of an armed probe's calls, because the probe's state has changed.
+
+        The next call finds the handler anew. If the probe is not armed, do nothing.
+        """
         if head.address in self._callers:
             self._route({head.address})
 
     def _route(self, sites: set[int]) -> SiteGroups:
-        """Look up the handlers of the calls from `sites` again. Return the sites, grouped by their users."""
+        """Forget the handlers of the calls from `sites`; return the sites, grouped by their users.
+
+        The next call from a site finds its handler anew. Compiled handlers of probes are dropped at sites
+        with other users.
+        """
         groups = self._ops.groups(sites)
         self._lists.clear()
         for site in self._calls.keys() & sites:
@@ -147,7 +154,10 @@ class FtraceSites:
             self.drop_code(self._callers[site])
 
     def _find_handler(self, site: int) -> Called | None:
-        """Find the handler of calls from `site`, store it in `_calls` and return it; None without users."""
+        """Find the handler of calls from `site`, store it in `_calls` and return it.
+
+        Return None if the site has no users.
+        """
         users = tuple(self._ops.users(site))
         if not users:
             users = tuple(ops for ops, sites in self._leaving.items() if site in sites)
@@ -182,7 +192,7 @@ class FtraceSites:
     def _run_asm_handlers(
         self, owners: tuple[AssemblyOwner, ...], on_return: Called, site: int, frame: Any
     ) -> None:
-        """Run the assembly handlers of `owners` in the guest, then call `on_return` with `site` and `frame`.
+        """Let the guest run the assembly handlers of `owners`, then call `on_return(site, frame)`.
 
         If there is no room for the assembly handlers' code, only `on_return` is called. `frame`: the saved
         registers.
@@ -260,7 +270,7 @@ class FtraceSites:
             self._start_and_stop({head.address: code.entry})
 
     def drop_code(self, head: AggrKprobe) -> None:
-        """Handle hits in Python again until the next compilation, because the handlers have changed."""
+        """Let Python handle the probe's hits until the next compilation; called when its handlers change."""
         head.cost.forget()
         head.is_python = False
         code = head.compiled
@@ -307,7 +317,7 @@ class FtraceSites:
     # All users
 
     def enable(self, value: int) -> None:
-        """Set sysctl kernel.ftrace_enabled to `value`. With 0, all sites are nops; users keep their sites.
+        """Set sysctl kernel.ftrace_enabled to `value`. If it is 0, all sites are nops, but keep their users.
 
         In Linux, setting it to 0 fails with EBUSY while a live patch is registered. This kernel has no live
         patches.
@@ -362,9 +372,9 @@ class FtraceSites:
         )
 
     def set_assembly(self, ops: FtraceOps, owner: AssemblyOwner | None) -> None:
-        """Set the owner of the assembly handlers that run at the sites of `ops`.
+        """Set the object whose assembly handlers run at the sites of `ops`.
 
-        `owner`: None if no assembly handlers run any more.
+        `owner`: this object, or None if no assembly handlers run any more.
         """
         self._lock.assert_held()
         if ops.assembly is not owner:
@@ -404,7 +414,7 @@ class FtraceSites:
         return bool(self._ops)
 
     def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
-        """Return a map for all armed sites: site -> target of its call, and its users, newest first."""
+        """Return a map for all armed sites: site -> (target of its call, list of its users, newest first)."""
         return {site: (target, self._ops.users(site)) for site, target in self._calling.items()}
 
     def saves_regs(self, site: int) -> bool:
@@ -416,10 +426,10 @@ class FtraceSites:
         return site in self._with_regs
 
     def _update(self, sites: Iterable[int]) -> None:
-        """Write at sites the calls or nops that their users require.
+        """Write at `sites` the calls that their users require, and nops at sites without users.
 
         The handler of a site's calls is removed after the site has become a nop. All sets may have tens of
-        thousands of members, so there are as few copies as possible.
+        thousands of members, so they are copied as seldom as possible.
         """
         if not isinstance(sites, set):
             sites = set(sites)
@@ -449,8 +459,9 @@ class FtraceSites:
     def _targets(self, groups: SiteGroups) -> dict[int, int]:
         """Return a map site -> address that the site calls, for the sites that have users.
 
-        A site with several users calls the trampoline. The site of a probe calls the trampoline until the
-        first hit.
+        A site with one user calls the guest code that the user's `codes_of` selects, if any. Other sites call
+        the trampoline. So does a probe's site until the first hit, at which compile_call() may change the
+        target.
         """
         trampoline = self.trampoline
         targets = dict.fromkeys(groups.several, trampoline)

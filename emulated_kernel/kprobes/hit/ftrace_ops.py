@@ -62,12 +62,12 @@ class FtraceOps:
     Mirrors: include/linux/ftrace.h:struct ftrace_ops, subop_list (v7.2).
     """
     codes_of: CodesOf = no_code
-    """Function that divides fentry sites by their guest code, which does the same as `func`.
+    """Function that divides fentry sites by the guest code for their calls; see CodesOf.
 
-    A site calls this code if no other ftrace_ops hooks the site.
+    The code does the same as `func`. A site calls it if no other ftrace_ops hooks the site.
     """
     assembly: AssemblyOwner | None = field(default=None, init=False)
-    """Owner of the user's handlers in assembly; None without such handlers.
+    """Object that has the user's handlers in assembly; None if there are no such handlers.
 
     At a site with several users, these handlers run before the `func` of any user.
     """
@@ -88,7 +88,7 @@ class SiteGroups:
 
 
 class FtraceOpsList:
-    """The users (FtraceOps) of any site.
+    """The users (FtraceOps) of all sites.
 
     Thousands of fprobes may hook a few sites each, and a tracer hooks nearly all sites. The work for a change
     of one user does not grow with the number of users that have few sites.
@@ -114,7 +114,7 @@ class FtraceOpsList:
         return len(self._numbers)
 
     def join(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """Make `ops` a user of more sites. If it has not been in the list, it becomes the newest user."""
+        """Make `ops` a user of more sites. If it is not in the list yet, it becomes the newest user."""
         if ops not in self._numbers:
             self._numbers[ops] = next(self._next)
         if ops not in self._many and len(ops.sites) + len(sites) > _FEW:
@@ -126,7 +126,7 @@ class FtraceOpsList:
                 self._few.setdefault(site, {})[ops] = None
 
     def leave(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """Remove `sites` from the sites of `ops`. Even without sites, `ops` stays in the list."""
+        """Remove `sites` from the sites of `ops`. `ops` stays in the list even if it has no sites left."""
         if ops not in self._many:
             self._drop(ops, sites)
         ops.sites.difference_update(sites)
@@ -161,7 +161,10 @@ class FtraceOpsList:
         return sorted(self.any_order(site), key=self._numbers.__getitem__, reverse=True)
 
     def groups(self, sites: set[int]) -> SiteGroups:
-        """Divide sites by their users. For speed, most sites are handled by operations on whole sets."""
+        """Return `sites`, divided by their users.
+
+        For speed, most sites are handled by operations on whole sets.
+        """
         found = SiteGroups(sites, {}, set())
         few = sites & self._few.keys()
         for site in few:

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class HandlerFailures:
-    """Records exceptions of handlers in Python.
+    """Records the exceptions that handlers in Python raise.
 
     The hit continues after an exception: the guest can't be left in the middle of the hit, and other handlers
     must run too.
@@ -43,7 +43,7 @@ class HandlerFailures:
         self.note(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep the exception `error` for take(), and log it if `is_first` is set.
+        """Keep `error` for take() unless an earlier exception is kept; log it if `is_first` is set.
 
         `is_first`: whether the exception is the probe's first one. `address`: the probed address, for the
         message.

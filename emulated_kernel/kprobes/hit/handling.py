@@ -1,4 +1,4 @@
-"""The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
+"""The state machine of a hit, from the breakpoint, detour or fentry call to the probed code.
 
 Each row has a state or a kind of hit, and then the steps that follow. Further lines are alternatives.
 
@@ -48,7 +48,7 @@ from emulated_kernel.util.abi import Vector
 
 
 class CallHandler(Protocol):
-    """Function that handles the hits of a probe by a call from its fentry site; see HitHandling.by_call."""
+    """Function that handles the hits that a probe's fentry site causes by a call; see HitHandling.by_call."""
 
     def __call__(self, site: int, frame: Regs, then: Callable[[], object] | None = None, /) -> bool: ...
 
@@ -92,11 +92,12 @@ class HitHandling:
         *,
         in_frame: bool = False,
     ) -> bool:
-        """Run the probe's assembly handler in the guest, and then call `on_return` with the registers.
+        """Let the guest run the probe's assembly handler, and then call `on_return` with the registers.
 
-        `point`: selects the handler. `in_frame`: whether the probed code's registers are in a struct pt_regs
-        at sp, as in a hit by a call or a jump. Return True if the guest will run the handler. If there is no
-        room for the handler's code, count a missed hit and return False; `on_return` is not called.
+        `point`: whether it is the handler before the instruction or the one after it. `in_frame`: whether the
+        probed code's registers are in a struct pt_regs at sp, as in a hit by a call or a jump. Return True if
+        the guest will run the handler. If there is no room for the handler's code, count a missed hit and
+        return False; `on_return` is not called.
         """
         machine = self._machine
         ctlblk = self.ctlblk
@@ -116,7 +117,7 @@ class HitHandling:
     # By a breakpoint
 
     def by_breakpoint(self, head: AggrKprobe) -> Callable[[Regs], None]:
-        """Return the handler of the probe's hits by a breakpoint, in Python.
+        """Return the Python function that handles the probe's hits by a breakpoint.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
@@ -211,7 +212,7 @@ class HitHandling:
         self._post_process(head, regs)
 
     def emulate_apart(self, insn: OutOfLine, regs: Regs) -> None:
-        """Emulate the probed instruction after a hit of which guest code did all other steps.
+        """Emulate the probed instruction at a hit that guest code has handled in all other respects.
 
         KprobeCtlblk has no state of such a hit. The guest has already read the memory that the instruction
         reads. So the emulation does not fault.
@@ -240,7 +241,10 @@ class HitHandling:
         self.on_step_end(head, next_ip, regs)
 
     def _post_process(self, head: AggrKprobe, regs: Regs) -> None:
-        """Call the probe's post_handlers and end the hit. Mirrors: core.c:kprobe_post_process (v6.1)."""
+        """Call the probe's post_handlers, except at a missed hit, and end the hit.
+
+        Mirrors: core.c:kprobe_post_process (v6.1).
+        """
         ctlblk = self.ctlblk
         if ctlblk.interrupted:
             ctlblk.restore_previous()
@@ -264,15 +268,15 @@ class HitHandling:
         return True
 
     def _continues_without_python(self, head: AggrKprobe) -> bool:
-        """Return True if the guest can continue from the post_code at the next instruction without Python."""
+        """Return True if no Python is needed between the probe's post_code and the next instruction."""
         insn = head.insn
         return insn is not None and insn.slot is not None and not head.has_python_post_handler
 
     def compile_post_code(self, head: AggrKprobe, next_ip: int) -> CompiledCode | None:
         """Return guest code that runs the probe's post_code and then jumps to `next_ip`.
 
-        Return None if the guest cannot continue at `next_ip` without Python. If there is no room for the
-        code, count a missed hit and return None.
+        Return None if Python is needed between the post_code and `next_ip`. If there is no room for the code,
+        count a missed hit and return None.
         """
         if not self._continues_without_python(head):
             return None
@@ -301,10 +305,11 @@ class HitHandling:
         self.ctlblk.reset_current(head)
 
     def on_break(self, regs: Regs) -> None:
-        """Call the break_handler of a probe whose pre_handler has left its hit open.
+        """Call the break_handler of the probe whose pre_handler has returned a true value.
 
-        If the break_handler returns a true value, the probed instruction runs. Otherwise the guest continues
-        at `regs.ip`. If no such probe exists, the breakpoint is an error.
+        The probe's hit has not ended yet. If the break_handler returns a true value, the probed instruction
+        runs. Otherwise the guest continues at `regs.ip`.
+        Raises: HardwareError (there is no such probe).
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
         """
         head = self.ctlblk.running
@@ -391,12 +396,12 @@ class HitHandling:
     # By a call
 
     def by_call(self, head: AggrKprobe) -> CallHandler:
-        """Return the handler of hits by a call of ftrace's trampoline.
+        """Return the function that handles the probe's hits when its fentry site calls ftrace's trampoline.
 
-        The handler returns False for a missed hit. Its arguments are the site's address, the saved registers,
-        and a function that calls the site's users that were attached before the probe. The function is None
-        if there are no such users. The handler calls this function after the probe's handlers, but not if the
-        hit is missed. The trampoline returns to the ip of the saved registers.
+        This handler returns False for a missed hit. Its arguments are the site's address, the saved
+        registers, and a function that calls the site's users that were attached before the probe. The
+        function is None if there are no such users. The handler calls this function after the probe's
+        handlers, but not if the hit is missed. The trampoline returns to the ip of the saved registers.
         """
         ctlblk = self.ctlblk
         keep_cost = head.cost.kept().append
@@ -439,7 +444,7 @@ class HitHandling:
         return hit
 
     def _end_call(self, head: AggrKprobe, frame: Regs, then: Callable[[], object] | None) -> None:
-        """Run the handlers that follow a call's pre_handlers, in assembly and in Python, and end the hit.
+        """Run the post_handlers of a hit by a call, in assembly and in Python, and end the hit.
 
         `frame`: the saved registers. `then`: function that calls the site's users that were attached before
         the probe; None if there are none.
@@ -494,7 +499,7 @@ class HitHandling:
 
     @property
     def is_underway(self) -> bool:
-        """Return True if any CPU is between a hit by a breakpoint and the end of its step."""
+        """Return True if Python handles a hit on any CPU, or a CPU is in a compiled handler or in a step."""
         return self.ctlblk.is_underway or any(self._is_within(ip) for ip, _ in self._machine.positions())
 
     def _is_within(self, ip: int) -> bool:
@@ -505,10 +510,10 @@ class HitHandling:
         """Return True if the machine may deliver an interrupt.
 
         An interrupt is forbidden between a hit and the end of the hit's step, because the CPU's registers
-        belong to the hit. It is forbidden in a compiled handler, which may have written half a record. It
-        is also forbidden between the two instructions of a jump or call that may be removed. In Linux, a
-        kernel in which a jump or call is two instructions isn't preempted, so no task is in the middle of
-        one while it is patched.
+        belong to the hit. It is forbidden in a compiled handler, which may have written half a record. It is
+        also forbidden between the two instructions of a jump or call that may be removed. In Linux, a kernel
+        whose jumps or calls are two instructions isn't preemptible. So no task is in the middle of one while
+        it is patched.
         """
         ip = self._machine.regs.ip
         return self.ctlblk.running is None and not self._is_within(ip) and not self._split_jumps.contains(ip)

@@ -89,7 +89,8 @@ class InsnCopier:
     def prepare(self, head: AggrKprobe) -> None:
         """Check the probed instruction and make its out-of-line copy.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP, ENOSPC (the instruction can't be copied).
+        Raises: KernelError ENOMEM (no memory for a slot), EILSEQ, EINVAL, EOPNOTSUPP, ENOSPC (the instruction
+        can't be copied).
         """
         addr = head.address
         where = self._image.kallsyms.lookup(addr)
@@ -126,7 +127,7 @@ class InsnCopier:
             raise KernelError(errno.EINVAL, f"{addr:#x}: another debugger has patched the instruction")
 
     def boost_or_step(self, head: AggrKprobe) -> None:
-        """Put a jump back after the copy of a boosted probe, else the breakpoint that ends the step."""
+        """Write after the probe's copy: a jump back if it is boosted, else the breakpoint ending the step."""
         insn = head.insn
         if insn is None or insn.slot is None:
             return
@@ -145,7 +146,7 @@ class InsnCopier:
         insn.boosted = boosted
 
     def release(self, head: AggrKprobe) -> None:
-        """Free the probe's slot, and drop the routes of its breakpoints."""
+        """Free the probe's slot, and stop handling the probe's breakpoints."""
         self._routes.remove(head)
         insn = head.insn
         head.insn = None

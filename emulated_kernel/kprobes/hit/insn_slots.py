@@ -24,9 +24,11 @@ class InsnSlots:
     def __init__(
         self, text: Text, size: int, breakpoint_: bytes, garbage: DeferredFree, lead: bytes = b""
     ) -> None:
-        """Start without slots. `size`: minimum size of a slot in bytes, without `lead`.
+        """Create an empty cache. `size`: minimum size of a slot in bytes, without `lead`.
 
         `lead`: code that precedes the copy in each slot. The address of a slot is that of the copy.
+        `breakpoint_`: instruction that fills freed slots. `garbage`: tells when no CPU can be in a freed
+        slot.
         """
         self._text = text
         self._waiting = garbage

@@ -49,7 +49,7 @@ class PartialJumpDetector:
     def may_patch(self) -> bool:
         """Return True if a hit may retarget a jump or call.
 
-        Return False if the change of a text is not complete yet. Also return False if a CPU is in the middle
+        Return False if a change of the text is not complete yet. Also return False if a CPU is in the middle
         of a jump or call, because a hit can't make another CPU finish it.
         """
         if self._poker.is_busy:
@@ -59,8 +59,8 @@ class PartialJumpDetector:
     def start_again(self, places: Iterable[int]) -> None:
         """Move CPUs from the middle of the jumps or calls at `places` back to their start.
 
-        The CPUs then run the new code. So a hit can change the text at once. The first instruction may be
-        executed twice, because it only sets a register that no code except the jump or call uses.
+        The CPUs then run the new code. So a hit can change the text at once. It does no harm to execute the
+        first instruction twice: it only sets a register that is used by the jump or call alone.
         """
         middles = {place + self._first: place for place in places} if self._reach else {}
         for number, (ip, _) in enumerate(self._machine.positions() if middles else ()):

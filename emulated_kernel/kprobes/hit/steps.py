@@ -19,23 +19,23 @@ class Step:
 
 
 class Steps:
-    """The copies in insn slots, from the preparation of a probe until its slot is reclaimed.
+    """Map: address in an insn slot -> Step, from the preparation of a probe until its slot is reclaimed.
 
-    If a hit is completely guest code, Python keeps no state of the hit. So only the ip of a CPU, which is in
-    a copy, shows that the CPU is in a step.
+    If a hit is completely guest code, Python keeps no state of the hit. So a CPU is known to be in a step
+    only by its ip, which is then in a copy.
     """
 
     def __init__(self) -> None:
         self._at: dict[int, Step] = {}
 
     def add(self, head: AggrKprobe, insn: OutOfLine) -> None:
-        """Add the copy `insn` of a probe that has a slot, or replace the probe's earlier copy."""
+        """Add `insn`, the copy of the probe `head` in a slot; replace an earlier Step of the slot."""
         step = Step(head, insn)
         for unit in _units(insn):
             self._at[unit] = step
 
     def remove(self, insn: OutOfLine) -> None:
-        """Remove the copy `insn`, whose slot is reclaimed."""
+        """Remove the copy `insn`, because its slot is reclaimed."""
         for unit in _units(insn):
             self._at.pop(unit, None)
 

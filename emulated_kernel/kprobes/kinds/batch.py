@@ -1,4 +1,4 @@
-"""Registers a sequence of probes of any kind. If one probe fails, none stays registered."""
+"""Registration of a sequence of probes of any kind. If one fails, none stays registered."""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ class FprobeRegs(Enum):
 CALLED = 3
 """Number of the virtual register that contains the function's address when a program starts."""
 FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
-"""Function that takes the fprobe, the address of the function, the registers and the call's own data."""
+"""Function that takes the fprobe, the address of the function, the registers and the call's own data.
+
+If an entry_handler returns a true value, the exit of the call is ignored.
+"""
 
 
 @dataclass(eq=False)
@@ -75,7 +78,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
     filter: str
     """Glob of the names of the functions to probe."""
     notfilter: str | None = None
-    """Glob of the names of functions to leave out."""
+    """Glob of the names of functions to leave out; None: leave out none."""
     entry_handler: FprobeHandler[RegsT] | None = None
     """Called when a function is entered."""
     exit_handler: FprobeHandler[RegsT] | None = None
@@ -91,23 +94,23 @@ class Fprobe(FailureCount, Generic[RegsT]):
     exit_registers: Sequence[str] = ()
     """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
-    """Emits the entry handler as guest code, for EntryKind.CALL.
+    """Emits guest code that replaces `entry_handler`, for EntryKind.CALL; None: there is no such code.
 
     After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
     exit_program: CompileHandler | None = None
-    """Emits the exit handler as guest code, for EntryKind.RETURN.
+    """Emits guest code that replaces `exit_handler`, for EntryKind.RETURN; None: there is no such code.
 
     After a change of the emitted code, call Fprobes.handler_changed().
 
     The virtual register CALLED has the function's address; ip is unknown.
     """
     code: str | None = None
-    """A handler in assembly for entries, which runs before the other handlers; see Kprobe.code."""
+    """A handler in assembly for entries, which runs before the other handlers, or None; see Kprobe.code."""
     return_code: str | None = None
-    """A handler in assembly for exits, which shares `cells` with `code`."""
+    """A handler in assembly for exits, or None. It shares `cells` with `code`."""
     is_disabled: bool = False
     """Whether the fprobe is disabled: its handlers are not called; see Kernel.disable_fprobe()."""
     is_over_fgraph: bool = False
@@ -132,7 +135,7 @@ class Fprobe(FailureCount, Generic[RegsT]):
 
     @property
     def nmissed(self) -> int:
-        """Number of calls missed since the registration, because no node or no room for code was left."""
+        """Number of calls missed since registration, because no rethook_node or no room for code was left."""
         return self._missed + (0 if self.hook is None else self.hook.missed)
 
 
@@ -354,7 +357,7 @@ class Fprobes:
                 self._kprobes.sites.attach(registered.ops, fp.functions)
 
     def replaced_address(self, fp: Fprobe) -> int:
-        """Return the address that the function graph has replaced in the stack slot of the returning call.
+        """Return the returning call's return address, as the function graph found it on the stack.
 
         It is a trampoline's address if a return probe hooked the call before the function graph. Only an exit
         handler of `fp` may call this method.

@@ -42,7 +42,7 @@ Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1).
 
 @dataclass(eq=False, slots=True)
 class GuestKprobe(Kprobe):
-    """A probe for a struct kprobe in guest memory."""
+    """The probe that a module of the guest describes by a struct kprobe in guest memory."""
 
     memory: GuestMemory = field(kw_only=True)
     missed_at: int = field(kw_only=True)
@@ -61,7 +61,7 @@ class GuestKprobe(Kprobe):
 
 @dataclass(eq=False, slots=True)
 class GuestKretprobe(Kretprobe):
-    """A return probe for a struct kretprobe in guest memory."""
+    """The return probe that a module of the guest describes by a struct kretprobe in guest memory."""
 
     memory: GuestMemory = field(kw_only=True)
     missed_at: int = field(kw_only=True)
@@ -109,10 +109,10 @@ class GuestProbes:
         note: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
-        """Start without probes.
+        """Create the registry without probes.
 
-        `log` writes a line to the kernel log. `note` keeps a line for the kernel log, while the guest
-        cannot write the log.
+        `log` writes a line to the kernel log. `note` is called during a hit, when the guest cannot write the
+        log: it keeps a line, which is written later.
         """
         self._kprobes = kprobes
         self._kretprobes = kretprobes

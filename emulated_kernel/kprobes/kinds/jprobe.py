@@ -34,10 +34,9 @@ JprobeHandler: TypeAlias = Callable[..., object]
 class Jprobe:
     """A probe on a function's entry: a function with the same signature is called before the probed function.
 
-    `handler` is this function in Python. It gets as many arguments as it has parameters; each is a word.
-    `entry` is the address of the function if it is guest code instead. Guest code runs with interrupts off,
-    and must end in a jump or call to Jprobes.jprobe_return. `symbol_name` or `addr` names the probed
-    function.
+    `handler` is this function in Python. It gets as many arguments as it has parameters; each is a word. If
+    the function is guest code instead, `entry` is its address. Guest code runs with interrupts off, and must
+    end in a jump or call to Jprobes.jprobe_return. `symbol_name` or `addr` names the probed function.
     Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """
 
@@ -46,9 +45,9 @@ class Jprobe:
     handler: JprobeHandler | None = None
     """Python function that is called with the arguments of the probed function; None if `entry` is given."""
     symbol_name: str | None = None
-    """Name of the probed function."""
+    """Name of the probed function; None if `addr` is given."""
     addr: int | None = field(default=None, metadata=ADDRESS)
-    """Address of the probed function."""
+    """Address of the probed function; None if `symbol_name` is given."""
     kp: Kprobe = field(init=False)
     """The kprobe on the function's entry."""
 
@@ -65,7 +64,7 @@ class Jprobes:
         self._registers = arch.registers
         self._word = arch.word_size
         self.jprobe_return = machine.text.alloc_text(len(arch.breakpoint))
-        """Address to which a jprobe's function jumps, or which it calls, at its end."""
+        """Address of the breakpoint that a jprobe's function in the guest jumps to, or calls, at its end."""
         machine.text.poke(self.jprobe_return, arch.breakpoint)
         machine.breakpoints[self.jprobe_return] = kprobes.hits.on_break
 
@@ -114,7 +113,7 @@ class Jprobes:
 
 
 class _Mirror:
-    """Handlers of a jprobe's kprobe: enter the jprobe's function, and restore the state afterwards.
+    """Handlers of a jprobe's kprobe: enter the jprobe's function, which is guest code, and restore the state.
 
     Mirrors: arch/x86/kernel/kprobes/core.c:setjmp_pre_handler, longjmp_break_handler (v4.14).
     """

@@ -61,12 +61,12 @@ class Kretprobe(Kprobe[RegsT]):
     handler: KretprobeHandler[RegsT] | None = None
     """Called when the function returns."""
     return_program: CompileHandler | None = None
-    """Emits the handler as guest code, for EntryKind.RETURN.
+    """Emits guest code that replaces `handler`, for EntryKind.RETURN; None: there is no such code.
 
     After a change of the emitted code, call Kretprobes.handler_changed().
     """
     return_code: str | None = None
-    """A handler in assembly for returns. It shares `cells` with `code`, the handler for entries."""
+    """A handler in assembly for returns, or None. It shares `cells` with `code`, the handler for entries."""
     entry_handler: KretprobeHandler[RegsT] | None = None
     """Called when the function is entered."""
     maxactive: int = 0
@@ -132,10 +132,10 @@ class Kretprobes:
     def __init__(
         self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Callable[[], Sequence[int]]
     ) -> None:
-        """Start without probes. `cpus`: number of CPUs, from which the default of `maxactive` is computed.
+        """Create the registry. `cpus`: number of CPUs, from which the default of `maxactive` follows.
 
-        `blacklist` returns the addresses of functions whose returns cannot be hooked. The first kretprobe
-        calls it.
+        `blacklist` returns the addresses of functions whose returns cannot be hooked. It is called once, when
+        the first kretprobe is registered.
         """
         self._kprobes = kprobes
         self._hits = kprobes.hits
@@ -152,9 +152,9 @@ class Kretprobes:
     def register_kretprobe(self, rp: Kretprobe[Any]) -> None:
         """Register a probe on a function's return.
 
-        Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already, a
-        `post_code`), E2BIG (data_size), EOPNOTSUPP (the unified shadow stack, and the function is not
-        traceable), ENOMEM, errors of register_kprobe().
+        Raises: KernelError EINVAL (not a function's entry, its return cannot be hooked, registered already,
+        it has a `post_code`), E2BIG (data_size is too large), EOPNOTSUPP (the function has no fentry site,
+        but the unified shadow stack needs one), ENOMEM, errors of register_kprobe().
         Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
         """
         address = self._kprobes.places.function_entry(rp)

@@ -96,7 +96,7 @@ class Djprobes(Optimizer):
         super().unoptimize(head, force=True)
 
     def free(self, head: AggrKprobe) -> None:
-        """Free the resources of an AggrKprobe that has no members left.
+        """Free the resources of an AggrKprobe that has no registered probes left.
 
         If it has a detour, the resources are freed at the next commit, because CPUs may be in the detour.
         """

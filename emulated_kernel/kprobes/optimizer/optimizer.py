@@ -59,7 +59,7 @@ The list is an ordered set, because it may have thousands of probes, and looking
 class Optimizer:
     """Jump optimization of aggregator probes.
 
-    Three lists hold the requests, and `work` executes them.
+    Three lists hold the requests, and the delayed work `work` executes them.
     Mirrors: kernel/kprobes.c (v6.1), the part under CONFIG_OPTPROBES.
     """
 
@@ -78,7 +78,7 @@ class Optimizer:
     _scheduler: GracePeriod
     _profile: Profile
     allowed: bool = field(default=True, init=False)
-    """Value of sysctl debug.kprobes-optimization."""
+    """Value of sysctl debug.kprobes-optimization: whether probes may be optimized."""
     optimizing: Queue = field(default_factory=dict, init=False)
     """Probes that wait for their jumps. Mirrors: kernel/kprobes.c:optimizing_list (v6.1)."""
     unoptimizing: Queue = field(default_factory=dict, init=False)
@@ -179,16 +179,19 @@ class Optimizer:
             self._table.remove(head)
 
     def leave_text(self, spans: Sequence[Span]) -> None:
-        """Mark as gone the probes in `freeing` whose text is about to be freed.
+        """Set KprobeFlag.GONE for probes in `freeing` whose text is about to be freed.
 
-        `spans`: the address ranges of this text.
+        The optimizer then leaves their text unchanged. `spans`: the address ranges of this text.
         """
         for head in self.freeing:
             if any(start <= head.address < end for start, end in spans):
                 head.flags |= KprobeFlag.GONE
 
     def free(self, head: AggrKprobe) -> None:
-        """Free all resources of an AggrKprobe that has no members left. Mirrors: free_aggr_kprobe (v6.1)."""
+        """Free all resources of an AggrKprobe that has no registered probes left.
+
+        Mirrors: free_aggr_kprobe (v6.1).
+        """
         self._discard(head)
         self._copies.release(head)
 
@@ -240,7 +243,7 @@ class Optimizer:
                 yield found
 
     def blocked_by(self, head: AggrKprobe) -> AggrKprobe | None:
-        """Return an armed probe that the jump of `head` would cover, or None if there is no such probe.
+        """Return an armed probe whose address the jump of `head` would cover, or None if there is none.
 
         Mirrors: arch_check_optimized_kprobe (v6.1).
         """
@@ -329,7 +332,7 @@ class Optimizer:
         self.flush()
 
     def stop_changes(self, on: bool, delay: int | None = None) -> None:
-        """Make the writing and removal of jumps stop after each step of patching, or switch these stops off.
+        """Let changes of jumps stop after each step of patching if `on` is set, otherwise not at all.
 
         If `on` is False, complete all changes that have stopped. `delay`: number of jiffies after which a
         stopped change continues by itself; None: only PatchStages.go_on() continues it. While `on` is set, no
@@ -455,7 +458,7 @@ class Optimizer:
         self._clear_up(done)
 
     def _clear_up(self, done: Sequence[AggrKprobe]) -> None:
-        """Complete the removal of jumps for the probes `done`, whose text has no jump any more.
+        """Complete the removal of jumps for the probes `done`, in whose text there is no jump any more.
 
         Remove the breakpoints of disabled probes, and queue unused probes to be freed.
         """
@@ -503,16 +506,16 @@ class Optimizer:
             self._kick()
 
     def _is_written(self, head: AggrKprobe) -> None:
-        """Set `is_patched` of a probe whose jump is now in the text, and forget the earlier hits' cost."""
+        """Set `is_patched`, as the probe's jump is in the text now, and forget the cost of earlier hits."""
         head.is_patched = True
         head.cost.forget()
 
     def _is_as_prepared(self, head: AggrKprobe, detour: DetourBuffer) -> bool:
-        """Return True unless other code has changed the kept bytes of the probe's jump.
+        """Return True if no other code has changed the kept bytes of the probe's jump.
 
-        Kept bytes are original text after the region. The jump ends with these bytes as they are, so they
-        restrict its target. Set the probe's `rejection` to the reason if the bytes have changed, otherwise to
-        "".
+        Kept bytes are the last bytes of the jump. They are equal to the original text there, which is after
+        the region, and restrict the target of the jump. Set the probe's `rejection` to the reason if the
+        bytes have changed, otherwise to "".
         """
         region = detour.region
         kept = detour.jump[len(detour.jump) - region.kept :]

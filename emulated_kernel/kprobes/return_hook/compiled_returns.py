@@ -1,9 +1,9 @@
 """NativeReturns: emits guest code that hooks calls and handles their returns without the host.
 
-A call whose hook has a handler in guest code returns to the native trampoline. Calls that Python hooks return
-to the trampoline for Python, which saves all registers. Two hooks share a stack slot if a hooked function
-jumps to another one. Then their calls return to the native trampoline one after the other. If their handlers
-would not find the right return address that way, both calls return to the trampoline for Python.
+A call whose hook has a handler in guest code returns to the native trampoline. A call that Python has hooked
+returns to the trampoline for Python, which saves all registers. Two hooks share a stack slot if a hooked
+function jumps to another one. Then their calls return to the native trampoline one after the other. If their
+handlers would not find the right return address that way, both calls return to the trampoline for Python.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class NativeReturns:
         *,
         returns_in_turn: bool,
     ) -> None:
-        """Prepare to emit code.
+        """Create an emitter of code for the hooks on the shadow stack `stack`.
 
-        `returns_in_turn`: calls that share a stack slot may return to the native trampoline one after the
-        other. Then only the handler of the oldest call finds the real return address. If False, a call whose
-        slot already has a trampoline's address returns to the trampoline for Python.
+        `returns_in_turn`: if True, calls that share a stack slot may return to the native trampoline one
+        after the other. Then only the handler of the oldest call finds the real return address. If False, a
+        call whose slot already has a trampoline's address returns to the trampoline for Python.
         """
         self._stack = stack
         self._code = code
@@ -204,7 +204,7 @@ class NativeReturns:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
 
     def _emit_assembly(self, builder: ProgramBuilder, hook: ReturnHook) -> bool:
-        """Emit the assembly handlers of a hook, and return True, also if there are none.
+        """Emit the assembly handlers of a hook, if it has any, and return True.
 
         If the handlers read registers that are not saved, emit nothing and return False.
         """

@@ -34,9 +34,10 @@ class PageSource(Protocol):
 
 
 class GuestHeap:
-    """Allocates small pieces of zeroed memory; `words[address]` is the word at `address`.
+    """Allocates small pieces of zeroed guest memory; `heap[address]` is the word at `address`.
 
-    Raises: MemoryFault (by `words[address]`: the address, which the guest can change, is not in a piece).
+    Raises: MemoryFault (by `heap[address]`: the address, which the guest can change, is not in the heap's
+    memory).
     """
 
     def __init__(self, source: PageSource, word_size: int) -> None:
@@ -93,8 +94,8 @@ class GuestHeap:
     def free(self, address: int) -> None:
         """Free the piece of memory at `address`.
 
-        The heap gets memory from the machine in chunks of pages. If the chunk then has no piece in use, give
-        it back to the machine.
+        The heap gets memory from the machine in chunks of pages. If no other piece of this piece's chunk is
+        in use, give the chunk back to the machine.
         """
         _, base = self._sizes.pop(address)
         pool = self._chunks[base]
@@ -182,7 +183,7 @@ class TaskFields:
     def current(self) -> int:
         """Return the address of the current CPU's running task.
 
-        Return 0 if the image's ABI table lacks `percpu.current_task`.
+        Return 0 if no `running_task` was given and the image's ABI table lacks `percpu.current_task`.
         """
         if self._running_task is not None:
             return self._running_task()

@@ -26,7 +26,7 @@ COLD_PART = lazy_pattern(f"{_COLD}$")
 
 
 class HookSets(TaskObserver):
-    """At most two sets of return hooks: `first`, which kretprobes use, and graph() with a RetStack.
+    """At most two sets of return hooks: `first`, for kretprobes, and graph(), which uses a RetStack.
 
     A CPU is not preempted while its guest code holds a shadow stack's lock, because Python cannot wait for
     the lock.

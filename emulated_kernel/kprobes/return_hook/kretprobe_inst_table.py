@@ -49,7 +49,7 @@ RET_ADDR = 3
 OWNER = 4
 """Index of the word in struct kretprobe_instance with the address of the task."""
 FRAME = 5
-"""Index of the word in struct kretprobe_instance with the address of the stack slot."""
+"""Index of the word in struct kretprobe_instance with the address of the return address on the stack."""
 HEADER = 6
 """Number of words in struct kretprobe_instance before the data."""
 LOCK = 3
@@ -83,7 +83,7 @@ class KretprobeInstTable(RethookListStack):
 
     @property
     def shared_memory(self) -> int:
-        """Size in bytes of the memory that all hooks share, without the locks."""
+        """Size in bytes of the memory that all hooks share, without the locks; 0 before the first hook."""
         return self.words.size_of(self.table) if self.table else 0
 
     def close(self) -> None:
@@ -282,7 +282,10 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         )
 
     def _lock(self, builder: ProgramBuilder, base: int, offset: int, first: int, second: int) -> None:
-        """Emit code that takes the lock at base + offset; registers `first` and `second` are overwritten."""
+        """Emit code that takes the lock at `offset` bytes from the address in register `base`.
+
+        `base`, `first`, `second`: numbers of virtual registers. The code overwrites `first` and `second`.
+        """
         again = builder.label()
         builder.place(again)
         builder.emit(set_to(first, 0), set_to(second, 1), CompareExchange(base, offset, first, second, again))

@@ -1,4 +1,4 @@
-"""Objpool as in Linux 6.7: each CPU has a ring of free nodes. If it is empty, the CPU uses other rings."""
+"""Objpool as in Linux 6.7: each CPU has a ring of free nodes. If that is empty, the CPU uses other rings."""
 
 from __future__ import annotations
 
@@ -186,10 +186,12 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """Emit code that turns the count in register `counter` into the address of the count's ring entry.
+        """Emit code that turns a count into the address of its entry in the ring, minus ENTRIES words.
 
-        Before the code runs, register SECOND has the address of the ring. The result is too low by ENTRIES
-        words, which callers add as the offset of a load or store.
+        `counter`: number of the virtual register with the count, which gets the result.
+
+        Before the code runs, register SECOND has the address of the ring. Callers add ENTRIES words as the
+        offset of a load or store. `hook`: address of the hook that owns the ring.
         """
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
@@ -217,7 +219,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
     def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
         """Emit code that advances SECOND from one CPU's ring to the next CPU's ring.
 
-        The code then goes to `found`. If the next ring is that of the current CPU, it goes to `missed`.
+        The code then goes to `missed` if that is the current CPU's ring, otherwise to `found`.
         """
         rings = self.stack
         stride = self.stack.stride(hook)

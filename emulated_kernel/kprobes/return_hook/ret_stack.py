@@ -45,24 +45,24 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.errors import KernelError
 
 SHADOW_STACK_SIZE = PAGE_SIZE
-"""Size of a task's array in bytes."""
+"""Size in bytes of a task's array of entries, without the counts after it."""
 HOOK = 0
 """Index of the word with the address of the hook, counted from the end of an entry's data."""
 RET_ADDR = 1
 """Index of the word with the real return address, counted from the end of an entry's data."""
 FRAME = 2
-"""Index of the word with the address of the stack slot, counted from the end of an entry's data."""
+"""Index of the word with the return address's place on the stack, counted from the end of an entry's data."""
 SIZE = 3
 """Index of the word with the number of words of an entry, counted from the end of the entry's data."""
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index of the word with the number of used words of a task's array, counted from the array's end.
+"""Index, counted from the end of a task's array, of the word with the number of words in use.
 
 Linux has this number in task_struct.
 """
 _OVERRUNS = 1
-"""Index of the word with a task's number of overruns, counted from the end of the task's array.
+"""Index, counted from the end of a task's array, of the word with the number of overruns.
 
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """
@@ -181,7 +181,10 @@ class RetStack(ShadowStack):
         self.words[at] = self.words[at] + 1 & (1 << 8 * self.words.word_size) - 1
 
     def _fill(self, node: int, size: int, hook: int) -> None:
-        """Write an entry's `hook` and `size`; clear its other words, which an earlier call may have used."""
+        """Write an entry's `hook` and its `size` in words; clear its other words.
+
+        An earlier call may have used these words.
+        """
         words = self.words
         word = self.words.word_size
         for at in range(node, node + size * word, word):
@@ -234,7 +237,7 @@ class RetStack(ShadowStack):
             self.words[array + self.used_at] = 0
 
     def flush(self, task: int) -> list[int]:
-        """Remove the calls of an ended task, and free its array.
+        """Remove the calls of an ended task, and free its array; return the hooks of the removed calls.
 
         Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1).
         """
@@ -354,8 +357,8 @@ class RetStackCode(StackCode[RetStack]):
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
         """Emit code that pops the running task's newest call, because the call must not be hooked.
 
-        `hook`: address of the hook for which enter() has pushed the call. The call's return address in the
-        guest must not have been replaced yet.
+        `hook`: address of the hook for which enter() has pushed the call. `data`: number of words of the
+        call's data. The call's return address in the guest must not have been replaced yet.
         """
         used_at = self.stack.used_at
         builder.emit(
@@ -392,7 +395,7 @@ class RetStackCode(StackCode[RetStack]):
         )
 
     def load_overruns(self, dst: int) -> tuple[Op, ...]:
-        """Return ops that set `dst` to RetStack.overruns() of the running task."""
+        """Return operations that set register `dst` to the number of overruns of the running task."""
         return (
             self.current_task(dst),
             self.load(dst, dst, self.offsets.ret_stack),

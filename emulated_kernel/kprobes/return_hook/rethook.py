@@ -12,7 +12,10 @@ from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, 
 from emulated_kernel.util.errors import KernelError
 
 NUMBER_BITS = {8: 24, 4: 20}
-"""Word size -> number of bits for a node's number in the free list's head; the higher bits count changes."""
+"""Word size in bytes -> number of bits for a node's number in a free list's head.
+
+The higher bits of the head count its changes.
+"""
 
 
 class RethookStack(RethookListStack):
@@ -27,7 +30,7 @@ class RethookStack(RethookListStack):
 
     @property
     def number_mask(self) -> int:
-        """Mask of the bits of a head that contain the first node's number; 0 means that the list is empty."""
+        """Mask of the bits of a head with the first node's number; if they are 0, the list is empty."""
         return (1 << NUMBER_BITS[self.words.word_size]) - 1
 
     def _fill_pool(self, hook: int, nodes: range) -> None:

@@ -29,7 +29,10 @@ As in Linux, a task's list links the members `llist`. A node's address is that o
 of words count from there.
 """
 NEXT_FREE = -1
-"""Index of the word in struct rethook_node with the next free node (v6.1), or a part of an rcu_head."""
+"""Index of the word in struct rethook_node with the number of the next free node (v6.1).
+
+Linux has the node's address there. ObjpoolStack does not use the word; Linux has a part of an rcu_head there.
+"""
 LLIST = 0
 """Index of the word in struct rethook_node that points to the next older call of the task."""
 HOOK = 1
@@ -37,7 +40,7 @@ HOOK = 1
 RET_ADDR = 2
 """Index of the word in struct rethook_node with the real return address."""
 FRAME = 3
-"""Index of the word in struct rethook_node with the address of the stack slot."""
+"""Index of the word in struct rethook_node with the address of the return address on the stack."""
 HEADER = 4
 """Number of words in struct rethook_node from `llist` to the data."""
 
@@ -46,7 +49,7 @@ class RethookListStack(ShadowStack):
     """List of struct rethook_node per task, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
 
     before = BEFORE
-    """Number of words of a node before its address."""
+    """Number of words that a node has before the address by which it is known."""
     header = HEADER
     hook_word = HOOK
     ret_addr_word = RET_ADDR

@@ -66,7 +66,10 @@ class ReturnHook(AssemblyOwner):
     data_size: int
     stack: ShadowStack
     program: CompileHandler | None = None
-    """Emits the handler as guest code; its entry kind is EntryKind.RETURN."""
+    """Function that emits the handler as guest code, for EntryKind.RETURN.
+
+    None if only Python can handle returns.
+    """
     code: CompiledCode | None = None
     """The handler compiled to guest code; None if it is not compiled."""
     follows_convention: bool = False

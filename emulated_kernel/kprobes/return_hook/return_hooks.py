@@ -104,13 +104,14 @@ class ReturnHooks:
 
     @property
     def return_hook(self) -> str:
-        """Name of the shadow stack in use."""
+        """Name of the shadow stack in use, a key of SHADOW_STACKS."""
         return self.stack.name
 
     def select_return_hook(self, name: str) -> None:
         """Use the shadow stack called `name`, a key of SHADOW_STACKS, from now on.
 
-        Raises: KernelError EINVAL (unknown name), EBUSY (the present shadow stack is in use; see `is_used`).
+        Raises: KernelError EINVAL (unknown name), EBUSY (a ReturnHooks of the kernel is in use; see
+        `is_used`).
         """
         self._lock.assert_held()
         stack = self._make_stack(name)
@@ -193,7 +194,7 @@ class ReturnHooks:
 
     @property
     def is_used(self) -> bool:
-        """Whether a probe has a hook, or a hooked call has not returned yet.
+        """Whether there is a hook, or a call of a removed hook has not returned yet.
 
         A disabled return probe has a hook, too: its registration allocates the nodes of the hook.
         """
@@ -242,8 +243,9 @@ class ReturnHooks:
         """Replace the return address at the entry of a function by the trampoline: hook this call.
 
         `regs`: the registers at the entry. `wants(instance, regs)`: returns False if the call must not be
-        hooked; None: every call is hooked. If no node is free, or the return address cannot be replaced,
-        count a missed call and return False. Otherwise return True, also if `wants` has returned False.
+        hooked; None: every call is hooked. `instance` is the call as an object of the hook's `node_type`. If
+        no node is free, or the return address cannot be replaced, count a missed call and return False.
+        Otherwise return True, also if `wants` has returned False.
         Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook, kernel/trace/fgraph.c:
         function_graph_enter, which reserves the entry before it calls the entry functions (v6.1).
         """
@@ -332,7 +334,7 @@ class ReturnHooks:
         )
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
-        """Return the task's newest calls up to the first call with a real return address, and this address.
+        """Return the task's calls from the newest to the first with a real return address, and this address.
 
         A return address is real if it is not a trampoline's. If no call has a real return address, the
         returned address is 0.
@@ -378,10 +380,11 @@ class ReturnHooks:
     def replaced_by_others(self, hook: ReturnHook) -> int:
         """Return what the returning call's stack slot held before hooks without a return probe replaced it.
 
-        It is the real return address, or the trampoline's if a return probe hooked the call before them.
-
         Hooks without a return probe, such as those of fprobes, replace the address only once for all of them.
-        Return 0 if the address is not known. Only a return handler of `hook` may call this method.
+        The result is the real return address, or the trampoline's address if a return probe had hooked the
+        call before. Return 0 if the address is not known.
+
+        `hook`: a hook without a return probe. Only its return handler may call this method.
         """
         older = dropwhile(lambda call: call.hook != hook.address, self.stack.pending(self._tasks.current()))
         for call in older:
@@ -409,7 +412,10 @@ class ReturnHooks:
         return (call.frame for task in self._nearest_tasks() for call in self.stack.pending(task))
 
     def _nearest_tasks(self) -> Iterator[int]:
-        """Yield all tasks, the current one first. Listing the other tasks is slow and seldom needed."""
+        """Yield the addresses of all task_structs, the current task's first.
+
+        Listing the other tasks is slow and seldom needed.
+        """
         current = self._tasks.current()
         yield current
         if self.stack.hooks:
@@ -458,9 +464,9 @@ class ReturnHooks:
             self._abandon(self._tasks.current())
 
     def _abandon(self, task: int) -> None:
-        """Remove a task's newest hooked calls, until a call's frame is on a stack that the task can use.
+        """Remove a task's newest hooked calls whose frames are on no stack that the task can use.
 
-        These stacks are the task's own and the current CPU's interrupt stack.
+        The task can use its own stack and the current CPU's interrupt stack.
         Raises: MemoryFault (the guest has damaged the data of its tasks).
         """
         low = self._memory.read_word(task + self._abi["task_struct.stack"])

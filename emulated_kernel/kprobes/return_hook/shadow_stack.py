@@ -13,9 +13,9 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 HANDLER = 1
-"""Index of the word in struct rethook with the address of the handler in guest code; 0 for Python."""
+"""Index of the word in struct rethook with the address of the handler in guest code; 0 if it has none."""
 POOL = 2
-"""Index of the word in struct rethook that heads the list of free nodes."""
+"""Index of the word in struct rethook that leads to the free nodes: a list head, or an array's address."""
 CONTROL_WORDS = 6
 """Number of words of a hook (struct rethook: data, handler, pool, ref, rcu). The hook's counters follow."""
 MISSED = 0
@@ -210,7 +210,7 @@ class ShadowStack(ABC):
         """Make a task's list of calls empty. Raises: MemoryFault (the task has no list)."""
 
     def data(self, node: int, size: int) -> memoryview:
-        """Return a live view of a node's private data."""
+        """Return a live view of a node's private data, which has `size` bytes."""
         return self.words.view(self.data_address(node), size)
 
     def data_address(self, node: int) -> int:
@@ -275,5 +275,8 @@ def count_instance(counters: memoryview) -> None:
 
 
 def count(counters: memoryview, counter: int, change: int) -> None:
-    """Add `change` to a counter, modulo 2**64, because the guest can set the counter to any number."""
+    """Add `change` to the counter with the index `counter`, modulo 2**64.
+
+    The sum may be out of range, because the guest can set the counter to any number.
+    """
     counters[counter] = counters[counter] + change & _COUNTER_MASK

@@ -37,7 +37,7 @@ NODE = 0
 TASK = 1
 """Number of the virtual register with the address of the running task."""
 SLOT = 2
-"""Number of the virtual register with the address of the stack slot."""
+"""Number of the virtual register with the address of the stack slot that holds the return address."""
 RET = 3
 """Number of the virtual register with the real return address."""
 FIRST = 4
@@ -51,7 +51,7 @@ Stack = TypeVar("Stack", bound=ShadowStack)
 
 @dataclass(frozen=True)
 class TaskOffsets:
-    """Offsets in bytes of words that guest code reads: the running task, the CPU, and the task's fields."""
+    """Offsets in bytes of words that guest code reads: running task, CPU number, and fields of the task."""
 
     word: int
     cpu: CpuWords
@@ -66,7 +66,7 @@ class TaskOffsets:
 
     @classmethod
     def of(cls, abi: Mapping[str, int], arch: Arch) -> TaskOffsets | None:
-        """Return the offsets of an image; None if the guest cannot find the running task or the CPU."""
+        """Return the offsets of an image; None if guest code cannot find the running task or CPU number."""
         cpu = CpuWords.of(abi, arch.current_register, arch.word_size)
         if cpu is None:
             return None
@@ -86,9 +86,9 @@ class StackCode(ABC, Generic[Stack]):
     """Whether the code uses the field of struct task_struct in which the shadow stack's calls begin."""
 
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
-        """Prepare to emit code that uses the shadow stack `stack`.
+        """Create an emitter of code that uses the shadow stack `stack`.
 
-        `returned_at` is the offset in bytes from a return handler's sp to the real return address.
+        `returned_at`: offset in bytes, from sp in a return handler, of the word with the real return address.
         """
         self.offsets = offsets
         self.stack = stack
@@ -147,7 +147,7 @@ class StackCode(ABC, Generic[Stack]):
 
 
 def compute(op: Arithmetic, dst: int, value: int) -> Op:
-    """Return an op that sets register `dst` to `dst op value`."""
+    """Return an op that sets register `dst` to the result of the operation `op` on `dst` and `value`."""
     return ComputeImmediate(op, dst, value)
 
 

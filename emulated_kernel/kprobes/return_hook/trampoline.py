@@ -50,8 +50,8 @@ class Trampoline:
     ) -> None:
         """Prepare the trampoline; the guest does not change before install().
 
-        `place`: address of unused bytes of the kernel's text, to which functions return; None: they return
-        to the host's code. See Arch.text_returns.
+        `place`: address of unused bytes of the kernel's text, to which functions return; None: they return to
+        memory that the host allocates. See Arch.text_returns.
         """
         self._machine = machine
         self._memory = machine.memory
@@ -214,7 +214,7 @@ class Trampoline:
         self._write(target, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
-        """Handle a return to a bare breakpoint; the return instruction has popped the address already."""
+        """Handle a return to a bare breakpoint, before which no code has saved the registers."""
         slot = self._slot_above(regs)
         if not self._run_asm_handlers(regs, slot, in_frame=False, on_return=self._handle_live):
             self._handle_live(regs)

@@ -26,7 +26,7 @@ _FLAT = {
 
 
 class I386Cpu(cpu_x86.X86Cpu):
-    """Model of the i386 CPU. The image is in the direct map, and a jump can reach all mapped memory."""
+    """Model of the i386 CPU. The kernel image is in the direct map; a jump can reach all mapped memory."""
 
     name = "i386"
     bits = 32

@@ -21,14 +21,14 @@ class CpuModel(ABC):
     """Name of the architecture, as in MachineConfig.arch."""
     bits: int
     engine_mode: tuple[int, int]
-    """Unicorn's constants of the architecture and the mode."""
+    """Unicorn's constants for the architecture (UC_ARCH_...) and for the mode (UC_MODE_...)."""
     page_tables: type[PageTables]
     layout: MemoryLayout
 
     registers: Mapping[str, int]
     """Name in Linux's pt_regs -> Unicorn's register id, in the order of Unicorn's CPU structure (ip last)."""
     ip_slot: int
-    """Number of 8-byte slots between the first register and ip in Unicorn's CPU structure."""
+    """Index of ip's 8-byte slot in Unicorn's CPU structure, counted from the slot of the first register."""
     register_set: Callable[..., Any]
     """Named tuple type for the values of all registers, followed by the flags."""
     flags_register: int
@@ -46,19 +46,25 @@ class CpuModel(ABC):
     arguments: tuple[str, ...]
     """Names of the registers that pass a function's first arguments; the stack passes further arguments."""
     variadic_arguments: tuple[str, ...]
-    """Names of the registers that pass a variadic function's first arguments."""
+    """Names of the registers that pass a variadic function's first arguments; empty if none does."""
     result: str
     """Name of the register that returns a function's result."""
     saved_in_calls: tuple[str, ...] = ()
-    """Names of registers with fixed values in the kernel, which a function call by the host must preserve."""
+    """Names of the registers that keep their values when the host calls a guest function, such as gp."""
     call_stack_gap: int
-    """Number of bytes that the host leaves above the stack pointer when it calls a guest function."""
+    """Number of bytes that the host leaves above the stack pointer when it calls a guest function.
+
+    They are room for the return address and for arguments on the stack.
+    """
     hypercall_register: str
     """Name of the register that passes a hypercall's number, and later the host's answer."""
     hypercall_arguments: tuple[str, ...]
     """Names of the registers that pass a hypercall's arguments."""
     syscall_arguments: tuple[str, ...]
-    """Names of the registers that pass a system call's arguments in the host's answer to Hypercall.USER."""
+    """Names of the registers that pass a system call's arguments.
+
+    The host sets them when it answers Hypercall.USER with the number of the system call.
+    """
     per_cpu_register: int
     """Unicorn's id of the register that contains the address of the per-CPU area."""
     boot_argument: str
@@ -121,9 +127,9 @@ class CpuModel(ABC):
 
     @abstractmethod
     def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
-        """Return the registers at the entry of a function that was called with the registers `start`.
+        """Return the register set `start`, changed so that the function returns to `return_address`.
 
-        The called function returns to `return_address`. On x86, also write `return_address` to the stack at
-        `start.sp`.
+        `start.ip` is the function's address. On x86, the registers stay the same, and `return_address` is
+        written to the stack at `start.sp`.
         Raises: MemoryFault (the stack isn't writable).
         """

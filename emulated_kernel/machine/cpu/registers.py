@@ -34,7 +34,7 @@ class Regs:
 
     _names: ClassVar[tuple[str, ...]]
     _absent: ClassVar[tuple[int, ...]]
-    """Zeros for those registers of a RegisterSet that this CPU lacks, one for each."""
+    """A zero for each register of RegisterSet that this CPU does not have, such as r8 on i386."""
     _register_set: ClassVar[Callable[..., Any]]
     _flags_register: ClassVar[int]
     _flags_mask: ClassVar[int]
@@ -43,7 +43,7 @@ class Regs:
 
     _engine: Engine
     orig_ax: int
-    """Number of the system call that a task has entered, or -1.
+    """Number of the system call that a task has entered, or -1 (as an unsigned value) otherwise.
 
     This is a field of Linux's pt_regs, not a register of the CPU. On riscv64, Linux calls it orig_a0.
     """
@@ -77,7 +77,10 @@ class Regs:
 
     @property
     def flags(self) -> int:
-        """Value of EFLAGS or, on riscv64, of sstatus; read through the API, as Unicorn computes it lazily."""
+        """Value of the flags register (riscv64: sstatus).
+
+        It is read through Unicorn's API, because Unicorn computes the flags of x86 only when they are read.
+        """
         return self._engine.reg_read(self._flags_register)
 
     @flags.setter
@@ -98,12 +101,12 @@ class Regs:
         setattr(self, name, value)
 
     def snapshot(self) -> Any:
-        """Return the current values of all registers as the CPU's register set."""
+        """Return the current values of all registers, as a named tuple of the type CpuModel.register_set."""
         *general, ip = [getattr(self, name) for name in self._names]
         return self._register_set(*general, *self._absent, ip, self.flags)
 
     def restore(self, values: Any) -> None:
-        """Set all registers to the values of the register set `values`."""
+        """Set all registers to the values in `values`, a result of snapshot()."""
         for name in self._names:
             setattr(self, name, getattr(values, name))
         self.flags = values.flags
@@ -132,7 +135,7 @@ class FastRegs(Regs):
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
-    """Function that selects the values of this CPU's registers from the values of a register set."""
+    """Function that returns this CPU's register values, without the flags, from a result of snapshot()."""
     _stored_flags: int
     """The flags that Unicorn doesn't compute lazily, such as the trap flag."""
 
@@ -156,7 +159,7 @@ class FastRegs(Regs):
         return self._register_set(*general, *self._absent, ip, self.flags)
 
     def restore(self, values: Any) -> None:
-        """Set all registers to the values of the register set `values`."""
+        """Set all registers to the values in `values`, a result of snapshot()."""
         self._packed.pack_into(self, 0, *type(self)._values(values))  # type: ignore[arg-type]
         self.flags = values.flags
 
@@ -167,9 +170,9 @@ class FastRegs(Regs):
 
 
 class ClosedRegs(Regs, ctypes.Structure):
-    """Class that close() gives to a FastRegs object, so that it accesses the freed CPU structure no more.
+    """Class of a FastRegs object after close(), so that the object cannot access the freed CPU structure.
 
-    The class has the layout of FastRegs, but no attributes for registers.
+    It has the layout of FastRegs, but no attributes for registers.
     """
 
     __slots__ = (*_SLOTS,)

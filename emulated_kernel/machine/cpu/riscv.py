@@ -1,4 +1,4 @@
-"""The riscv64 CPU: supervisor mode with Sv39, traps through the trap registers, per-CPU data through gp."""
+"""The riscv64 CPU: supervisor mode with Sv39, traps through stvec and scause, per-CPU data through gp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VCpu: a virtual CPU, whose registers are in the engine while it is current, otherwise in a context."""
+"""VCpu: a virtual CPU. While it is current, its registers are in the engine, otherwise in a saved context."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ class X86Cpu(CpuModel):
     special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
     result = "ax"
     call_stack_gap = 40
-    """Number of bytes for a return address and stack arguments; the ABI requires that it is 8 modulo 16."""
+    """Number of bytes for the return address and stack arguments of a function that the host calls.
+
+    It is 8 modulo 16, as the ABI of x86_64 requires of the stack pointer at a function's entry.
+    """
     hypercall_register = "ax"
     halt = HLT
     breakpoints = (INT3,)
@@ -105,7 +108,7 @@ class X86Cpu(CpuModel):
         engine.reg_write(CR0, CR0_PAGED)
 
     def _load_gdt(self, engine: Engine, memory: Memory, gdt: bytes) -> None:
-        """Write the descriptor table `gdt` to a new host page, and load its address and limit into GDTR."""
+        """Write the descriptor table `gdt` to a newly allocated page, and make GDTR refer to it."""
         where = self.layout.direct_map + memory.host_pages.alloc(PAGE_SIZE)
         memory.write(where, gdt)
         engine.reg_write_raw(GDTR, TableRegister(0, where, len(gdt) - 1, 0))

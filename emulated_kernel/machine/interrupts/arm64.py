@@ -31,10 +31,11 @@ class Syndrome(ExceptionState):
 
 
 class Arm64TrapHooks(TrapHooks):
-    """Dispatches exceptions: a brk at an address in `breakpoints` to its handler, all others to the guest.
+    """Dispatches exceptions to a handler, to `call_from_user`, or to the guest.
 
-    When a handler is called, regs.ip is the address after the brk. An exception for the guest has the ip that
-    a real CPU reports.
+    A brk at an address in `breakpoints` goes to its handler, and a system call of user mode to
+    `call_from_user`. When a handler is called, regs.ip is the address after the brk. An exception for the
+    guest has the ip that a real CPU reports.
     """
 
     family = "arm64"

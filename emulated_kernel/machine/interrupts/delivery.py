@@ -14,7 +14,7 @@ _NESTING_LIMIT = 4
 
 
 class Delivery:
-    """Delivers interrupts: pushes an interrupt frame, and makes the guest continue at its handler.
+    """Delivers interrupts: pushes an interrupt frame, and makes the guest continue at its interrupt handler.
 
     The frame has four words, from low to high addresses: vector, error code, flags, ip.
     """
@@ -37,7 +37,11 @@ class Delivery:
         self._nested = 0
 
     def use(self, cr2_cell: int | None) -> None:
-        """Switch to another CPU, whose variable for page fault addresses is at address `cr2_cell`."""
+        """Switch to another CPU.
+
+        `cr2_cell`: address of that CPU's variable for page fault addresses; None if the guest has no such
+        variable.
+        """
         self._cr2_cell = cr2_cell
         self._last = (-1, 0)
         self._nested = 0
@@ -82,9 +86,10 @@ class Delivery:
         return None
 
     def _looping(self, address: int) -> bool:
-        """Return True if the guest faults in a loop, because the delivery of each fault causes another fault.
+        """Record a fault at `address`; return True if the guest faults in a loop.
 
-        Such faults are at one address, each with a lower sp than the fault before it.
+        In a loop, the delivery of each fault causes the next fault. Such faults are at one address, each with
+        a lower sp than the fault before it.
         """
         sp = self._regs.sp
         last_address, last_sp = self._last

@@ -1,6 +1,7 @@
-"""Access to Unicorn's hidden state of exceptions: the error code, and the mark of an exception in flight.
+"""Access to Unicorn's hidden exception state: the error code, and the mark that an exception is in flight.
 
-Unicorn leaves the mark set after it has called a hook for the exception, so the host must clear it.
+While the mark is set, a further exception is a double fault. Unicorn leaves the mark set after it has called
+a hook for the exception, so the host must clear it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ class NoExceptionState:
 
 
 class LiveExceptionState:
-    """Accesses the error code and the in-flight mark directly in Unicorn's CPU structure."""
+    """Accesses the error code, and the mark that an exception is in flight, in Unicorn's CPU structure."""
 
     def __init__(self, error_code_address: int, in_flight_address: int) -> None:
         self._error = memoryview(ctypes.c_int32.from_address(error_code_address)).cast("B").cast("i")
         self._in_flight = memoryview(ctypes.c_int32.from_address(in_flight_address)).cast("B").cast("i")
 
     def take(self) -> int:
-        """Return the error code, and clear the in-flight mark in Unicorn's CPU structure."""
+        """Return the error code, and clear the mark that an exception is in flight."""
         self._in_flight[0] = NONE_IN_FLIGHT
         return self._error[0] & 0xFFFFFFFF
 
 
 class ContextExceptionState:
-    """Accesses error code and in-flight mark by API calls: saves, patches and restores a context in 1 us."""
+    """Accesses the error code, and the mark that an exception is in flight, in a saved context of Unicorn.
+
+    API calls save the context and restore it after it was changed; this takes 1 us.
+    """
 
     def __init__(self, engine: Engine, error_code_offset: int, in_flight_offset: int) -> None:
         self._engine = engine
@@ -54,7 +58,7 @@ class ContextExceptionState:
         self._in_flight = ctypes.c_int32.from_address(context.value + in_flight_offset)
 
     def take(self) -> int:
-        """Return the error code, and clear the in-flight mark by restoring the patched context."""
+        """Return the error code, and clear the mark that an exception is in flight."""
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)
@@ -62,9 +66,10 @@ class ContextExceptionState:
 
 
 class CleanContextExceptionState:
-    """Restores a context without an exception, for a Unicorn whose error code and mark were not found.
+    """Clears Unicorn's exception state by restoring a context that was saved before any exception.
 
-    The registers are kept, but error codes are 0, and SSE state is lost at a fault.
+    It is used if the error code and the mark were not found in Unicorn's memory. The registers are kept, but
+    error codes are 0, and SSE state is lost at a fault.
     """
 
     def __init__(self, engine: Engine, regs: Regs) -> None:
@@ -74,7 +79,7 @@ class CleanContextExceptionState:
         engine.context_save(self._clean)
 
     def take(self) -> int:
-        """Restore a clean context, which clears Unicorn's mark of an exception in flight.
+        """Clear Unicorn's mark that an exception is in flight, by restoring a context in which it is clear.
 
         Return 0, because the error code is not known.
         """

@@ -39,9 +39,10 @@ class TrapHooks:
 
     All other exceptions are passed as a Trap to `fault_hooks`, then to `dispatch`.
 
-    If the host can run the routine of `machine.native`, Unicorn calls the routine instead of the Python
-    callback. The routine follows Redirects, except while the guest runs within a hit that Python handles. For
-    all other traps, the routine calls the Python callback.
+    If the host can run the machine-code routine of `machine.native`, Unicorn calls the routine instead of the
+    Python callback. The routine follows Redirects (handlers that make the guest continue at another address),
+    except while the guest runs within a hit that Python handles. For all other traps, the routine calls the
+    Python callback.
 
     ctypes would only print a Python exception raised in a callback, and the guest would continue. Therefore
     the exception is stored, and `check` raises it after the run.
@@ -50,7 +51,7 @@ class TrapHooks:
     family: ClassVar[str] = "x86"
     """Family of guest architectures; it selects the host's routine for traps, in `machine.native`."""
     reported_ahead: ClassVar[int] = 0
-    """Number of bytes by which Unicorn's instruction pointer is ahead when it reports an exception."""
+    """Number of bytes from an exception's instruction to the instruction pointer that Unicorn reports."""
 
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
@@ -72,12 +73,13 @@ class TrapHooks:
         self.dispatch: Callable[[Trap], None] = self.stop
         """Function to call with an exception that no breakpoint handler and no fault hook handled."""
         self.call_from_user: Callable[[], bool] = lambda: False
-        """Function to call first at a system call on arm64 and riscv64; it handles the call without a Trap.
+        """Function that handles system calls of user mode on arm64 and riscv64 without a Trap.
 
-        It returns False if the instruction is not in user mode, and then changes nothing.
+        It is called first at each system call. It returns True if it has handled the call. It returns False,
+        with nothing changed, if the instruction is not in user mode.
         """
         self.guest_callers: set[object] = set()
-        """Owners of handlers that call guest functions.
+        """Objects whose handlers call guest functions.
 
         While the set has members, every handler runs only after its trap has interrupted the run, since
         Unicorn isn't re-entrant. Only `set_guest_caller` changes the set.
@@ -95,11 +97,11 @@ class TrapHooks:
         self._native: int | None = None
         """Kind of the hook that calls the host's routine for traps; None if the host has no such routine."""
         self.arrivals = _word(self.words, "arrivals")
-        """View of the field `arrivals` of `words`: the number of runs that end_runs_at() has ended."""
+        """View of the field `arrivals` of `words`: the number of runs ended because of end_runs_at()."""
         self._arrival: tuple[int, int] | None = None
         """Address of the routine that ends runs, and the exception's number; None before end_runs_at()."""
         self._entry: tuple[KernelEntry, int] | None = None
-        """Table and exception's number that were passed to enter_calls(); None before that call."""
+        """Arguments `entry` and `vector` of enter_calls(); None before that call."""
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()
@@ -147,10 +149,11 @@ class TrapHooks:
         self._hooks[kind] = hook
 
     def end_runs_at(self, address: int, vector: int, in_flight: int = 0) -> None:
-        """From now on, end a run by the host's routine when exception `vector` is raised at `address`.
+        """From now on, let the host's routine end the run when exception `vector` is raised at `address`.
 
         Each such end adds 1 to `arrivals`. Python still gets these exceptions if the host has no routine, and
-        while charge() is in effect. `in_flight`: address of Unicorn's mark of an exception in flight, on x86.
+        while charge() is in effect. `in_flight`: address of Unicorn's mark that an exception is in flight, or
+        0; only x86 needs the mark.
         """
         routine = routine_address("arrive")
         if routine is None or not isinstance(self.regs, FastRegs):
@@ -166,10 +169,11 @@ class TrapHooks:
         self._call_natively(HOOK_INTR, routine)
 
     def enter_calls(self, vector: int, entry: KernelEntry) -> None:
-        """From now on, enter the guest's kernel without Python at exception `vector`, a system call.
+        """From now on, let the host's routine enter the guest's kernel at each system call, without Python.
 
-        The caller must have called end_runs_at(). Python still gets the exception if a check of `entry`
-        fails, if the host has no routine, and while charge() is in effect.
+        `vector`: number of the exception of system calls. `entry`: table of the routine's checks and moves.
+        The caller must have called end_runs_at(). Python still gets the exception if a check fails, if the
+        host has no routine, and while charge() is in effect.
         """
         routine = routine_address("enter")
         if routine is None or self._arrival is None:
@@ -237,7 +241,7 @@ class TrapHooks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the routine of `machine.native`, and not Python, follows Redirects at traps.
+        """Whether the machine-code routine of `machine.native`, and not Python, handles Redirects at traps.
 
         The value is False if the host cannot run the routine. It does not change while Python temporarily
         gets all traps.
@@ -250,9 +254,10 @@ class TrapHooks:
         return int(self.words.hits)
 
     def set_guest_caller(self, owner: object, calls: bool) -> None:
-        """Add `owner` to `guest_callers` if its handlers call guest functions (`calls`), otherwise remove it.
+        """Add `owner` to `guest_callers` if `calls` is True, otherwise remove it.
 
-        While the set has a member, Python gets all traps.
+        `calls`: whether handlers of the object `owner` call guest functions. While the set has a member,
+        Python gets all traps.
         """
         (self.guest_callers.add if calls else self.guest_callers.discard)(owner)
         self.words.callers = len(self.guest_callers)

@@ -1,4 +1,4 @@
-"""Traps of RISC-V: handles breakpoints and exceptions, and delivers interrupts through the trap registers."""
+"""Traps of RISC-V: handles breakpoints and exceptions, and delivers interrupts through scause and stvec."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _FRAME_SIZE = 36 * 8
 """Size in bytes of struct pt_regs, which the guest's handler stores on the stack first."""
 _PLATFORM_INTERRUPT = 16
 _INTERRUPTS = {Vector.WAKE: 1, Vector.TIMER: 5, Vector.WATCHDOG: _PLATFORM_INTERRUPT}
-"""Vector -> number of the interrupt: software, timer, and the first platform interrupt for other vectors."""
+"""Vector of x86 -> number of the RISC-V interrupt: software, timer, or the first platform interrupt."""
 _EXCEPTIONS = {Vector.INVALID_OPCODE: 2, Vector.BREAKPOINT: 3, Vector.PAGE_FAULT: CAUSE_LOAD_FAULT}
 _FIRST_INTERRUPT = 32
 
 
 def cause_of(vector: int, error_code: int) -> int:
-    """Return the value of scause for the exception or interrupt `vector`.
+    """Return the value of scause for the exception or interrupt with x86's number `vector`.
 
     For an exception, an `error_code` other than 0 is already the value of scause, and is returned.
     """
@@ -55,7 +55,7 @@ def cause_of(vector: int, error_code: int) -> int:
 
 
 class RiscvDelivery(Delivery):
-    """Delivers interrupts: sets the trap registers, and makes the guest continue at stvec."""
+    """Delivers interrupts: sets sepc, scause, stval and sstatus, and makes the guest continue at stvec."""
 
     @property
     def possible(self) -> bool:
@@ -107,7 +107,7 @@ class RiscvTrapHooks(TrapHooks):
 
     @property
     def is_native(self) -> bool:
-        """Whether the routine of `machine.native`, and not Python, follows Redirects at traps.
+        """Whether the machine-code routine of `machine.native`, and not Python, handles Redirects at traps.
 
         The routine is used only if the address of Unicorn's error field is known, because it must reset this
         field.

@@ -46,7 +46,7 @@ class LinkedJump(NamedTuple):
 
 
 class LinkedRedirect(Redirect):
-    """Handler of a trap that emulates the LinkedJump `jump`, so that the guest continues at its target."""
+    """Handler of a trap that emulates the instruction `jump`; the guest continues at the jump's target."""
 
     __slots__ = ("_jump", "_words")
     _jump: LinkedJump
@@ -58,9 +58,10 @@ class LinkedRedirect(Redirect):
         return self
 
     def bind(self, address_of: Callable[[str], int]) -> None:
-        """Set `target` to the address of LinkWords that describe the jump, with the bit LINKED added.
+        """Set `target` to a pointer to new LinkWords, which describe the jump, with the bit LINKED added.
 
-        The host's routine for traps reads these words. `address_of` returns the host address of a register.
+        The host's routine for traps reads them. `address_of` returns the address in this process of a
+        register's value.
         """
         register, offset, kept_bits, link_register, link = self._jump
         added = offset & _WORD
@@ -91,7 +92,7 @@ class TrapHandlers(MutableMapping[int, TrapHandler]):
     def use(self, native: TrapTable, address_of: Callable[[str], int] | None = None) -> None:
         """Keep `native`, the table of the host's routine, up to date from now on.
 
-        `address_of` returns the host address of a register; only LinkedRedirects need it.
+        `address_of` returns the address in this process of a register's value; only LinkedRedirects need it.
         """
         self._native = native
         self._address_of = address_of

@@ -17,9 +17,9 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CHUNK = 64 << 10
 _ROAMED = 1 << 20
-"""Number of bytes at the start of a window that the pool allocates once before it reuses freed memory.
+"""Number of bytes of its window that a GuestPool allocates in order before it reuses freed memory.
 
-If more of the window is mapped, the pool first allocates all of the mapped part once.
+If more of the window is mapped, the pool first allocates all of the mapped part in order.
 """
 
 
@@ -76,7 +76,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def mapped_ranges(self) -> Iterator[MappedRange]:
-        """Yield the ranges of the kernel's address space that are mapped to `ram`, in no certain order."""
+        """Yield the ranges of the kernel's address space that are mapped to `ram`, in any order."""
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield (start, size) of each part of `ram` that can contain data; all other bytes are zero."""
@@ -87,7 +87,7 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:
-        """Return the physical address of [va, va + size) if it is executable and contiguous, else None."""
+        """Return the physical address of [va, va + size) if this is physically contiguous text, else None."""
 
     @abstractmethod
     def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
@@ -105,38 +105,39 @@ class GuestMemory(ABC):
 
     @abstractmethod
     def write(self, va: int, data: bytes) -> None:
-        """Write `data` to memory that is writable for the guest. If the write fails, no byte is written.
+        """Write `data` to memory that the guest can write. If the write fails, no byte is written.
 
-        Text is refused; only `Text.poke` writes it, because a plain store would leave translated code stale.
+        A write to text fails: only `Text.poke` writes text, because a plain store would leave translated code
+        stale.
 
         Raises: MemoryFault (with the first address that isn't mapped writable).
         """
 
     @abstractmethod
     def view(self, va: int, size: int) -> memoryview:
-        """Return a live view of physically contiguous memory, for ring buffers and cells; never for text.
+        """Return a memoryview that shows and changes [va, va + size) of the guest; never use it for text.
 
-        Raises: MemoryFault (not mapped writable in one piece).
+        Raises: MemoryFault (not mapped writable to physically contiguous memory).
         """
 
     def read_u32(self, va: int) -> int:
-        """Read a little-endian 32-bit number. Raises: MemoryFault."""
+        """Read a little-endian 32-bit number. Raises: MemoryFault (not mapped)."""
         return int(_U32.unpack(self.read(va, 4))[0])
 
     def read_u64(self, va: int) -> int:
-        """Read a little-endian 64-bit number. Raises: MemoryFault."""
+        """Read a little-endian 64-bit number. Raises: MemoryFault (not mapped)."""
         return int(_U64.unpack(self.read(va, 8))[0])
 
     def read_word(self, va: int) -> int:
-        """Read a pointer or an `unsigned long`. Raises: MemoryFault."""
+        """Read a pointer or an `unsigned long`. Raises: MemoryFault (not mapped)."""
         return int(self._word.unpack(self.read(va, self.word_size))[0])
 
     def write_word(self, va: int, value: int) -> None:
-        """Write a pointer or an `unsigned long`. Raises: MemoryFault."""
+        """Write a pointer or an `unsigned long`. Raises: MemoryFault (not mapped writable)."""
         self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
 
     def write_u32(self, va: int, value: int) -> None:
-        """Write a 32-bit number. Raises: MemoryFault."""
+        """Write a 32-bit number. Raises: MemoryFault (not mapped writable)."""
         self.write(va, _U32.pack(value & 0xFFFFFFFF))
 
     def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
@@ -149,7 +150,7 @@ class GuestMemory(ABC):
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
         """Read bytes up to a NUL (excluded) or up to `limit`, whichever comes first.
 
-        Raises: MemoryFault (unmapped memory before the NUL and the limit).
+        Raises: MemoryFault (the bytes up to there are not all mapped).
         """
         parts: list[bytes] = []
         while limit > 0:

@@ -11,9 +11,9 @@ from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE
 
 MAX_STEPS = 1 << 16
-"""Maximum number of list nodes and table entries that one reader follows."""
+"""Default of the maximum number of list nodes and table entries that one reader follows."""
 MAX_BYTES = 16 << 20
-"""Maximum number of bytes that one reader reads."""
+"""Default of the maximum number of bytes that one reader reads."""
 _MAX_REPORTS = 64
 """Maximum number of kinds of damaged data that are reported."""
 _T = TypeVar("_T")
@@ -52,7 +52,7 @@ class DamageReports:
 
     @contextmanager
     def left_out(self, what: str) -> Iterator[None]:
-        """Suppress a MemoryFault or GuestFault of the `with` block, and report damaged data instead.
+        """Suppress a MemoryFault or GuestFault of the `with` block, and report it as damage of `what`.
 
         `what`: name of the data in the report.
         """
@@ -98,24 +98,30 @@ class GuestReader:
         return data
 
     def number(self, va: int, size: int) -> int:
-        """Read a little-endian number of `size` bytes. Raises: MemoryFault."""
+        """Read a little-endian number of `size` bytes. Raises: MemoryFault (as read())."""
         return int.from_bytes(self.read(va, size), "little")
 
     def word(self, va: int) -> int:
-        """Read a pointer or an `unsigned long`. Raises: MemoryFault."""
+        """Read a pointer or an `unsigned long`. Raises: MemoryFault (as read())."""
         return self.number(va, self.word_size)
 
     def u32(self, va: int) -> int:
-        """Read a 32-bit number. Raises: MemoryFault."""
+        """Read a 32-bit number. Raises: MemoryFault (as read())."""
         return self.number(va, 4)
 
     def table(self, va: int, count: int, entry: int) -> bytes:
-        """Read a table of `count` entries with `entry` bytes each. Raises: MemoryFault."""
+        """Read a table of `count` entries with `entry` bytes each.
+
+        Raises: MemoryFault (as read(), or more entries than the reader's limit allows).
+        """
         self._take_steps(va, count)
         return self.read(va, count * entry) if count else b""
 
     def cstring(self, va: int, limit: int) -> bytes:
-        """Read bytes up to a NUL (excluded), or `limit` bytes if there is none. Raises: MemoryFault."""
+        """Read bytes up to a NUL (excluded), or `limit` bytes if there is none.
+
+        Raises: MemoryFault (as read()).
+        """
         parts: list[bytes] = []
         while limit > 0:
             size = min(limit, PAGE_SIZE - va % PAGE_SIZE)
@@ -130,7 +136,7 @@ class GuestReader:
         return b"".join(parts)
 
     def nodes(self, head: int, limit: int = MAX_STEPS) -> Iterator[int]:
-        """Yield the address of each node of a list whose last node points to `head`.
+        """Yield the address of each node of the list whose head (struct list_head) is at `head`.
 
         Raises: MemoryFault (after the intact nodes: a bad pointer, a circle, or more than `limit` nodes).
         Mirrors: include/linux/list.h:list_for_each (v6.1).
@@ -138,8 +144,9 @@ class GuestReader:
         yield from self.chain(self.word(head), head, limit=limit)
 
     def chain(self, node: int, end: int = 0, link: int = 0, limit: int = MAX_STEPS) -> Iterator[int]:
-        """Yield `node` and its successors up to the address `end`; `link` is the offset of the next pointer.
+        """Yield the address `node` of a list's node, and the addresses of its successors.
 
+        `end`: value of the last node's pointer. `link`: offset of the pointer to the next node in a node.
         `limit`: maximum number of nodes.
         Raises: MemoryFault (an unaligned or unmapped pointer, a circle, or too many nodes).
         """
@@ -156,7 +163,10 @@ class GuestReader:
             node = following
 
     def each(self, nodes: Iterable[int], read: Callable[[int], _T]) -> Iterator[_T]:
-        """Yield the result of `read` for each node; report damaged nodes and leave them out."""
+        """Yield the result of `read` for each node's address; report damaged nodes and leave them out.
+
+        If the list itself is damaged, report that, and end.
+        """
         found = iter(nodes)
         while True:
             # A fault of the list itself ends it; a fault of one node concerns only this node.

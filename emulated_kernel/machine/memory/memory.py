@@ -75,11 +75,11 @@ class Memory(GuestMemory):
         self._on_remap = on_remap
         self.ranges: list[MappedRange] = []
         self.on_change: Callable[[], object] | None = None
-        """Function to call after a change of `ranges`, before the guest runs."""
+        """Function to call after a change of `ranges`, before the guest runs; None if no function is set."""
         self._index()
 
     def _index(self) -> None:
-        """Rebuild the lists that make look-ups fast: a list for each field of the ranges."""
+        """Call `on_change`, and rebuild the lists that make look-ups fast: one for each field of `ranges`."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]
@@ -117,7 +117,10 @@ class Memory(GuestMemory):
             self.ranges.insert(at, new)
 
     def _cut(self, start: int, end: int) -> list[MappedRange]:
-        """Remove [start, end) from the ranges; return the removed pieces."""
+        """Remove [start, end) from `ranges`; return the removed pieces.
+
+        Raises: MemoryFault (a part isn't mapped).
+        """
         taken = []
         kept = []
         for r in self.ranges:

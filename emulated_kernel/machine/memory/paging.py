@@ -24,7 +24,7 @@ class PageTables(ABC):
     shifts: tuple[int, ...]
     """Bit positions of the index fields, from the root down."""
     kernel_entries: int = 256
-    """Index of the first entry of the root table that maps kernel addresses."""
+    """Index, in the root table, of the first entry for kernel addresses."""
     page_step: int = PAGE_SIZE
     """Difference between the values of the entries for adjacent 4 KiB pages."""
 
@@ -90,9 +90,9 @@ class PageTables(ABC):
             self._slot(va, PAGE_SIZE)
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
-        """Map large pages up to the end of the table or to an entry with a table of small pages.
+        """Map the beginning of [va, va + size) by large pages, and return the number of bytes mapped.
 
-        Return the number of bytes mapped.
+        Stop at the end of the table of `va`, and before an entry that points to a table of small pages.
         """
         count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
         if not count:

@@ -1,4 +1,4 @@
-"""Record memory in a file: the layout of the file, and mapping of its pages into guest RAM."""
+"""Storage of a RecordMemory in a file: the layout of the file, and mapping of its pages into guest RAM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MREMAP_FIXED = 2
 
 @dataclass(frozen=True)
 class PersistentLayout:
-    """Layout of the file that holds record memory; all fields are in bytes.
+    """Layout of the file that holds a RecordMemory; all offsets and sizes are in bytes.
 
     The layout is equal for all machines with the same image and number of CPUs.
     """
@@ -35,9 +35,9 @@ class PersistentLayout:
         return self.pages_at + self.pages_size
 
     def cells(self, cpu: int, offset: int, size: int) -> int:
-        """Return the file offset of the cells at `offset` in the per-CPU area of `cpu`.
+        """Return the file offset of the cells [offset, offset + size) in the per-CPU area of `cpu`.
 
-        Raises: ValueError (there are no cells at this offset).
+        Raises: ValueError (not all of this range is cells).
         """
         at = offset - self.cells_base
         if not 0 <= at <= self.cells_size - size:
@@ -45,9 +45,9 @@ class PersistentLayout:
         return self.cells_at[cpu] + at
 
     def pages(self, address: int, size: int) -> int:
-        """Return the file offset of the pages at virtual address `address`.
+        """Return the file offset of the pages at the virtual addresses [address, address + size).
 
-        Raises: ValueError (there are no pages at this address).
+        Raises: ValueError (not all of this range is in the window for record pages).
         """
         at = address - self.pages_base
         if not 0 <= at <= self.pages_size - size:
@@ -58,7 +58,7 @@ class PersistentLayout:
 def put_into(descriptor: int, offset: int, data: bytes) -> None:
     """Write `data` at `offset` of the file `descriptor`, after allocating disk space for the data.
 
-    Raises: OSError.
+    Raises: OSError (no disk space is left, or a write failed).
     """
     os.posix_fallocate(descriptor, offset, len(data))
     done = 0
@@ -71,7 +71,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
 
     `descriptor`: descriptor of the open file. `offset`: offset in the file at which the mapping begins. All
     numbers are multiples of the page size. Hazard: a store to a page without disk space kills the process.
-    Raises: OSError (with nothing changed).
+    Raises: OSError (the file can't be mapped; nothing was changed).
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
     # Hazard: mmap() with MAP_FIXED removes the old mapping before it calls the file system, which can refuse.
@@ -87,7 +87,7 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
 def _call(name: str, address: int | None, size: int, *further: object) -> int:
     """Call the C library's function `name` with `address`, `size` and `further` arguments; return its result.
 
-    Raises: OSError.
+    Raises: OSError (the function returned -1).
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_ssize_t

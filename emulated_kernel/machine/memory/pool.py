@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from emulated_kernel.machine.traps.trap import HardwareError
 
 _FIRST_UNITS = 4096
-"""Number of units that a new pool searches first, because most of a large window is never used."""
+"""Number of units for which a new pool has bytes in `_used`; further bytes are added when needed."""
 
 
 class UnitPool:
@@ -24,7 +24,10 @@ class UnitPool:
         self.unit = unit
         self._count = size // unit
         self._used = bytearray(min(self._count, _FIRST_UNITS))
-        """A byte for each unit up to the highest one that was searched; all later units are free."""
+        """A byte for each unit up to the highest one that was searched: 1 if it is allocated, else 0.
+
+        All later units are free.
+        """
         self._lengths: dict[int, int] = {}
         self._next = 0
         self._first_fit = first_fit
@@ -105,7 +108,10 @@ class UnitPool:
             raise
 
     def free_parts(self, address: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield address and size in bytes of each free part of a range of whole units."""
+        """Yield address and size in bytes of each free part of [address, address + size).
+
+        This range consists of whole units.
+        """
         at = (address - self.base) // self.unit
         end = at + size // self.unit
         self._cover(end)

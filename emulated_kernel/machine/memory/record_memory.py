@@ -107,7 +107,7 @@ class RecordMemory:
 
     @cached_property
     def words(self) -> list[memoryview]:
-        """Views of each CPU's reserved memory as unsigned 64-bit words."""
+        """View of each CPU's memory for cells as unsigned 64-bit words, in the order of the CPUs."""
         return [reserved.cast("Q") for reserved in self._reserved]
 
     def word_index(self, offset: int) -> int:
@@ -183,7 +183,10 @@ class RecordMemory:
         )
 
     def _span(self, base: int) -> tuple[int, int]:
-        """Return address and size of the pages that contain the cells of the per-CPU area at `base`."""
+        """Return address and size in bytes of the whole pages that contain all cells of one CPU.
+
+        `base`: address of the CPU's per-CPU area.
+        """
         start = base + self._cells.base
         end = base + self._cells.base + self._size
         va = start - start % PAGE_SIZE

@@ -10,9 +10,9 @@ _BLOCK = 64 << 10
 
 
 def data_ranges(descriptor: int, start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of each part of [start, start + size) of a file that is not a hole.
+    """Yield offset and size of each part of a file with data, not a hole, in [start, start + size).
 
-    The file position is not changed. Raises: OSError.
+    The file position is not changed. Raises: OSError (the file is not seekable).
     """
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
@@ -36,7 +36,7 @@ def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[by
     """Copy the ranges (start, size) of `memory` to a new file. Zeros become holes of the file.
 
     The file's offset `offset` corresponds to the start of `memory`.
-    Raises: OSError.
+    Raises: OSError (a write failed).
     """
     zeros = bytes(_BLOCK)
     descriptor = file.fileno()
@@ -50,7 +50,7 @@ def copy_data(memory: memoryview, ranges: Iterable[tuple[int, int]], file: IO[by
 
 
 def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all bytes of `data` at `offset` of the file `descriptor`. Raises: OSError."""
+    """Write all of `data` at `offset` of the file `descriptor`. Raises: OSError (a write failed)."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)

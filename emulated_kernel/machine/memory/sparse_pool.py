@@ -10,9 +10,9 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 _SHARE = 4
-"""Divisor for the pool's limit: the pool maps at most one in _SHARE pages of memory.host_pages.
+"""Divisor for the maximum number of pages that the pool maps: one in _SHARE pages of memory.host_pages.
 
-Thus other allocations of these pages never fail because of the pool.
+Thus the pool leaves enough of these pages for other allocations.
 """
 
 
@@ -46,7 +46,8 @@ class SparsePool:
     def alloc(self, size: int, starts: range) -> int:
         """Allocate `size` bytes at the lowest free address in `starts`; return the address.
 
-        Raises: HardwareError (no address in `starts` is free, or too many pages are mapped).
+        Raises: HardwareError (no address in `starts` is free, too many pages are mapped, or a page can't be
+        mapped).
         """
         va = self._lowest_free(size, starts)
         if not self._is_prepared:

@@ -41,7 +41,7 @@ _SHORT = 28
 _LINE = 50
 """Maximum size in bytes of a routine that is written on one further line."""
 DELIVERED_FLAGS = FLAG_TF | FLAG_NT | FLAG_RF
-"""Flags, except the interrupt flag, that the delivery of an exception clears."""
+"""Mask of the x86 flags, except the interrupt flag, that the delivery of an exception clears."""
 
 
 def constants() -> dict[str, int]:
@@ -92,7 +92,7 @@ def constants() -> dict[str, int]:
 
 
 def sources(host: str) -> dict[str, str]:
-    """Return name of a routine -> its assembler text for one kind of host, without comments.
+    """Return a map: name of a routine -> its assembler text, without comments, for `host` (see HOSTS).
 
     The text before the first routine, which contains macros, is the beginning of each routine's text.
     """
@@ -111,7 +111,7 @@ def sources(host: str) -> dict[str, str]:
 
 
 def assemble(host: str) -> dict[str, bytes]:
-    """Return name of a routine -> its machine code for one kind of host."""
+    """Return a map: name of a routine -> its machine code for `host` (see HOSTS)."""
     import keystone
 
     kinds = {

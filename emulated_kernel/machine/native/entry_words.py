@@ -25,7 +25,8 @@ class Check(ctypes.Structure):
 class Move(ctypes.Structure):
     """A change of the word at `target` in this process.
 
-    The new word is (source & mask) * factor + added, modulo 2**64, with the bits `kept` of the old word.
+    The new word is (source & mask) * factor + added, modulo 2**64, ORed with the bits `kept` of the old word.
+    `source` is the word at the address `move_source`.
     """
 
     _fields_ = (

@@ -85,7 +85,7 @@ class TrapWords(ctypes.Structure):
 
 
 class LinkWords(ctypes.Structure):
-    """Host memory that describes a LinkedRedirect. The routine for traps reads it."""
+    """Host memory that describes a jump with a return address (LinkedJump) for the routine for traps."""
 
     _fields_ = (
         # Address in Unicorn's memory of the register that holds the target; number to add; bits to keep.
@@ -99,9 +99,9 @@ class LinkWords(ctypes.Structure):
 
 
 LINKED = 1
-"""Bit that marks an entry of a table: its other bits are the address of LinkWords, not of guest code.
+"""Bit that marks an entry of a TrapTable: its other bits are the address of LinkWords, not of guest code.
 
-Only the tables of RISC-V and arm64 have such entries, because instructions are at even addresses there.
+The bit is free only on RISC-V and arm64, where all instructions are at even addresses.
 """
 
 
@@ -142,7 +142,7 @@ class TrapTable:
         self._insert(address, target)
 
     def drop(self, address: int) -> None:
-        """Remove the entry of `address`. Move later entries that a search would not find any more."""
+        """Remove the entry of `address`, and move the later entries that a search would otherwise miss."""
         hole = self._indices.pop(address)
         entries = self._entries
         index = hole + 1
@@ -170,8 +170,8 @@ class TrapTable:
     def _resize(self, bits: int) -> None:
         """Move the entries to a new table whose hash function has 2**bits values.
 
-        The caller ensures that the entries are at most half of 2**bits. After the index of the last value
-        there is room for all of them and an empty entry, so a search never wraps.
+        The caller ensures that the entries are at most half of 2**bits. The table has room for all entries
+        and an empty one after the largest hash value, so that a search never wraps.
         """
         old = list(self.items())
         self._bits = bits

@@ -12,7 +12,7 @@ The generator is a linear congruential one modulo 2**64.
 """
 SHORTEST_STEP = 50
 STEP_SHIFT = 57
-"""Number of low bits to drop from the generator's state; the rest plus SHORTEST_STEP is a step."""
+"""Number of low bits to drop from the generator's state; the rest plus SHORTEST_STEP is a step in cycles."""
 
 
 class TscWords(ctypes.Structure):

@@ -96,8 +96,8 @@ def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
     """Return the address in this process at which Unicorn keeps the live registers of the engine.
 
     The search looks for the registers' contents in the memory to which the engine's handle points. Return
-    None if they aren't found, or if a match doesn't follow API calls because it is a stale copy. The
-    registers are restored.
+    None if they aren't found, or only in stale copies, which API calls don't change. The registers are
+    restored.
     """
     kept = {register: engine.reg_read(register) for register in cpu.registers.values()}
     try:
@@ -157,7 +157,7 @@ def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
 def context_words(engine: Engine, context: ctypes.c_void_p, code: Literal["i", "Q"]) -> memoryview:
     """Save the engine's CPU state into `context`, and return the state as an array of numbers.
 
-    `code`: format of a number for Python's struct module.
+    `code`: type of a number, as in Python's struct module: "i" (signed 32 bits) or "Q" (unsigned 64 bits).
     """
     engine.context_save(context)
     assert context.value is not None
@@ -187,7 +187,7 @@ def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Itera
 def check_changed_code_runs(bench: Bench, old: bytes, new: bytes, result: str) -> None:
     """Check that changed code runs after remove_cache().
 
-    Unicorn: the engine runs stale code after a physical write until the virtual address is invalidated. The
+    Unicorn: after a physical write, the engine runs stale code if the virtual address isn't invalidated. The
     code `old` sets the register `result` to 1, and the code `new` sets it to 2.
     """
     bench.run(old)

@@ -81,7 +81,7 @@ class ContextBadAddress:
 
 
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
-    """Return the offsets in a saved context of the first register and of the last page fault's address.
+    """Return two offsets in a saved context: of the first register, and of the last page fault's address.
 
     Return None if they are not found.
     """
@@ -106,7 +106,7 @@ def find_bad_address(bench: Bench) -> tuple[int, int] | None:
 
 
 def find_error_cell(bench: Bench) -> int | None:
-    """Return the address of the error that an ebreak leaves in Unicorn's handle; None if it isn't found.
+    """Return the address of the error field in Unicorn's handle that an ebreak sets; None if it isn't found.
 
     The search is done in a hook, because the error is cleared at the end of the run.
     """
@@ -150,9 +150,9 @@ def check_breakpoints_in_a_row(bench: Bench) -> None:
 
 
 def check_faults(bench: Bench) -> None:
-    """Check that exceptions are reported.
+    """Check that exceptions are reported with the right cause, instruction pointer and faulting address.
 
-    Unicorn: the reported ip is four bytes after the start of the instruction.
+    Unicorn: the ip that it reports itself is four bytes after the start of the instruction.
     """
     unmapped = 0x1000
     text = bench.cpu.layout.host_text

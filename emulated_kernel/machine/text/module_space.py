@@ -37,7 +37,7 @@ class ModuleSpace:
     def alloc(self, size: int, *, is_text: bool) -> int:
         """Allocate `size` bytes: executable and filled with breakpoints if `is_text`, else writable zeros.
 
-        Raises: HardwareError (no module memory is left).
+        Return the address. Raises: HardwareError (no module memory is left).
         """
         pages = page_up(size)
         va = self._pool.alloc(pages + PAGE_SIZE)

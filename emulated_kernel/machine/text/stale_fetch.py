@@ -31,13 +31,15 @@ class _Write:
 class Prefetch:
     """Records the writes to text since the CPUs last executed a serialising instruction.
 
-    A CPU can fetch at any moment. It fetches an instruction that lies in two aligned pieces (see __init__) at
-    two moments.
+    A CPU can fetch at any moment. If an instruction lies in two aligned pieces (see __init__), the CPU
+    fetches them at two moments.
     Source: "Djprobe" (Ottawa Linux Symposium 2007), section 2.3; Linux: text_poke_bp_batch (v6.1).
     """
 
     def __init__(self, text: Text, unit: int) -> None:
-        """Assume that all CPUs are synchronised now. Callers must pass later writes to `text` to written().
+        """Create a record without writes: all CPUs count as synchronised now.
+
+        Callers must report later writes to `text` by written().
 
         `unit` is the size in bytes of an aligned piece that is fetched atomically.
         """
@@ -153,9 +155,10 @@ class StaleFetch:
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:
-        """Substitute the bytes that CPU `cpu` has prefetched for the text at `ip`, for one instruction.
+        """Replace the text at `ip` by the bytes that CPU `cpu` has prefetched, for one instruction.
 
-        Return the range of addresses in which the run must stay; None if nothing was substituted.
+        The run must end at the first instruction outside of the returned range. Return None if nothing was
+        replaced.
         """
         start, prefetch = self._fetched.get(cpu, (0, None))
         if prefetch is None or not prefetch.concerns(ip):

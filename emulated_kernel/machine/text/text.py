@@ -53,7 +53,9 @@ class TextWatcher(Protocol):
 
 
 def shrink_dict(table: dict[int, Any], before: int) -> bool:
-    """Shrink `table` if it has lost at least half of its `before` entries; return True if it was shrunk.
+    """Free unused memory of `table` if it has lost at least half of its entries; return True if it was freed.
+
+    `before`: the former number of entries. If it is 0, nothing is freed.
 
     Python's dicts don't free memory when single entries are removed.
     """
@@ -79,12 +81,16 @@ class OriginalBytes(Mapping[int, int]):
         self.changes = 0
         """Number of completed changes of `words` so far, by which users of cached results notice changes."""
         self.words: dict[int, int] = {}
-        """Index of a word -> integer with those original bytes of the word that differ from the current ones.
+        """Index of a word -> the original values of its changed bytes, as an integer.
 
-        The upper half of the integer is a mask, which has 0xFF for each byte that differs.
+        The lower half of the integer has these values, and 0 for the other bytes. The upper half is a mask,
+        which has 0xFF for each changed byte.
         """
         self.shared: dict[int, int] = {}
-        """Value in `words` -> the one object for all equal values; the nops of fentry sites are equal."""
+        """Value in `words` -> the one object that all equal values share to save memory.
+
+        For example, the nops of fentry sites are equal.
+        """
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -183,7 +189,7 @@ class Text:
         self.ledger = OriginalBytes()
         """Address of a patched byte -> original byte. Only Text changes the ledger."""
         self.before_first_change: list[Callable[[], object]] = []
-        """Functions to call before the first change since all text was original. They may run the guest."""
+        """Functions to call before a change of text if all text is original. They may run the guest."""
         self.before_change: Callable[[int, int], object] | None = None
         """Function to call before each poke of original text, with address and size. It may run the guest."""
         self.watcher: TextWatcher | None = None
@@ -196,7 +202,9 @@ class Text:
         """
 
     def adopt(self, va: int, original: bytes | memoryview) -> None:
-        """Declare mapped text as original; the ledger records its changes from now on.
+        """Declare the mapped text at `va` as original; the ledger records its changes from now on.
+
+        `original`: the bytes of this text.
 
         Raises: MemoryFault (not mapped executable).
         """
@@ -378,20 +386,23 @@ class Text:
     def substitute(self, va: int, data: bytes) -> None:
         """Write `data` to text for temporary use; neither the ledger nor the watcher records the change.
 
-        Raises: MemoryFault.
+        Raises: MemoryFault (a part isn't mapped executable).
         """
         self._store(data, self._physical(va, len(data)))
         self._engine.remove_code(va, len(data))
 
     def replace(self, va: int, data: bytes) -> None:
-        """Change original text permanently: `data` becomes the original text at `va`. Raises: MemoryFault."""
+        """Change original text permanently: `data` becomes the original text at `va`.
+
+        Raises: MemoryFault (a part isn't mapped executable).
+        """
         if self._written is not None:
             self._written.append((va, data))
         self.substitute(va, data)
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Record the pokes in the `with` block; yield the list of the records, oldest first.
+        """Record the pokes in the `with` block; yield the list of records (address, new bytes), oldest first.
 
         This is for a caller that then restores older guest memory.
         Invariant: the caller passes the records to substitute() afterwards, so that ledger and text agree.
@@ -406,7 +417,7 @@ class Text:
     def sync(self) -> None:
         """Make all CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
-        The emulator's CPUs prefetch nothing, except through the watcher.
+        The emulator's CPUs prefetch nothing, but a watcher may emulate prefetching; it is called too.
         Raises: HardwareError (there are several CPUs, but `interrupt_cpus` isn't set).
         """
         if self.interrupt_cpus is not None:
@@ -422,11 +433,11 @@ class Text:
         return self._cpus > 1 or self.interrupt_cpus is not None or self.watcher is not None
 
     def current(self, va: int, size: int) -> bytes:
-        """Return the current bytes of text, including patches. Raises: MemoryFault."""
+        """Return the current bytes of text, including patches. Raises: MemoryFault (not mapped)."""
         return self._memory.read(va, size)
 
     def original(self, va: int, size: int) -> bytes:
-        """Return the original bytes of text, without patches. Raises: MemoryFault."""
+        """Return the original bytes of text, without patches. Raises: MemoryFault (not mapped)."""
         data = self._memory.read(va, size)
         return self.ledger.originals(va, data) if self.ledger.words else data
 
@@ -443,16 +454,19 @@ class Text:
         return (code or self.original(va, size)) != original[va - start : va - start + size]
 
     def alloc_text(self, size: int, starts: range | None = None) -> int:
-        """Allocate executable host memory that is filled with breakpoints; `poke` writes it.
+        """Allocate `size` bytes of executable memory, filled with breakpoints, and return the address.
 
         If `starts` is None, the memory is 16-byte aligned. Otherwise it begins at one of the addresses
-        `starts`.
+        `starts`. Use `poke` to write code to it.
         Raises: HardwareError (no memory for text is left).
         """
         return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
 
     def around(self, va: int) -> range | None:
-        """Return addresses from which a jump reaches generated code at `va`; None if any address will do."""
+        """Return the addresses from which a jump reaches generated code at `va`.
+
+        Return None if all memory that alloc_text() allocates without `starts` is near enough.
+        """
         return range(va - _REACH, va + _REACH) if va in self._puns else None
 
     @property

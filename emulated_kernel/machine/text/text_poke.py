@@ -20,7 +20,7 @@ class PokeStep(Enum):
     """A step of patching; after each step all CPUs are synchronised."""
 
     BREAKPOINT = auto()
-    """Write an int3 over the first byte."""
+    """Write a breakpoint (x86: int3) over the start of the instruction."""
     TAIL = auto()
     """Write the new bytes after the breakpoint, if the instruction is longer than the breakpoint."""
     FIRST_BYTE = auto()

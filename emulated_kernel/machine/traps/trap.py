@@ -13,13 +13,16 @@ class TrapKind(Enum):
     HYPERCALL = "hypercall"
     """The guest made a hypercall: `number`, with its arguments in `args`."""
     FAULT = "fault"
-    """An exception. If it ended a run, it could not be delivered to the guest."""
+    """An exception. It ends a run if it is not delivered to the guest."""
     DOUBLE_FAULT = "double fault"
     """An exception whose frame could not be pushed, or whose delivery faults repeatedly."""
     PREEMPTED = "preempted"
-    """The CPU's quantum is used up; the CPU's next run continues where this run ended."""
+    """The Quantum ended the run; the CPU's next run continues where this run ended."""
     BUDGET = "budget"
-    """The run took longer than its budget; the next run continues where this run ended."""
+    """The Watchdog ended the run, mostly because its budget was used up.
+
+    The next run continues where this run ended.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,10 @@ class GuestFault(Exception):
     """A guest function called by the host ended in `trap` instead of returning."""
 
     def __init__(self, trap: Trap, message: str = "") -> None:
-        """Describe the fault by `message`, such as the text of a panic, or by `trap` if there is none."""
+        """Create the exception.
+
+        Its text is `message`, such as the text of a panic. If `message` is "", the text describes `trap`.
+        """
         super().__init__(message or str(trap))
         self.trap = trap
 

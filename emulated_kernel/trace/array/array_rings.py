@@ -20,7 +20,7 @@ from emulated_kernel.trace.ring.ring_layout import (
 from emulated_kernel.util.errors import KernelError
 
 DEFAULT_BUFFER_SIZE = 1441792
-"""Size of each CPU's buffer in bytes after something was traced.
+"""Size of each CPU's buffer in bytes after something was traced, unless buffer_size_kb sets another.
 
 Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT.
 """
@@ -103,7 +103,7 @@ class ArrayRings(ABC):
         return buffers
 
     def allocate(self, shapes: Iterable[RingShape]) -> list[RingMemory]:
-        """Return memory for ring buffers, one for each of the shapes.
+        """Return memory for ring buffers: one RingMemory for each of `shapes`, in their order.
 
         Raises: KernelError ENOMEM (nothing stays allocated).
         """
@@ -116,7 +116,7 @@ class ArrayRings(ABC):
         return memories
 
     def exchange(self, buffers: Sequence[RingBuffer], shapes: Iterable[RingShape]) -> list[RingMemory]:
-        """Free the memory of `buffers`, and return memory for new buffers, one for each of the shapes.
+        """Free the memory of `buffers`, and return memory for new ones: one RingMemory for each of `shapes`.
 
         The records in `buffers` are lost.
 
@@ -221,7 +221,7 @@ class ArrayRings(ABC):
         return self._stopped > 0
 
     def stop(self) -> None:
-        """Stop recording until start() was called once for each call of this method.
+        """Stop recording; it continues when start() has been called as often as this method.
 
         Mirrors: tracing_stop_tr (v6.1).
         """
@@ -316,7 +316,7 @@ class ArrayRings(ABC):
         This method serves a resize for which the old and the new memory do not fit at the same time. During
         the resize, the records are in other memory of the process. If the process ends at that time, the
         records are lost.
-        Raises: KernelError ENOMEM.
+        Raises: KernelError ENOMEM (the new memory alone does not fit either).
         """
         sizes = [memory_size(pages, self.order)] * len(buffers)
         with self.system.memory.exchanged([buffer.place for buffer in buffers], sizes) as memories:

@@ -13,7 +13,7 @@ from emulated_kernel.util.errors import KernelError, WouldBlock
 
 
 class RawPipe(PipeReader):
-    """An open trace_pipe_raw of one CPU.
+    """An open trace_pipe_raw or snapshot_raw of one CPU.
 
     If several files of one CPU are open, each event goes to only one of them. ring/buffer_page.py describes
     the format of the pages.

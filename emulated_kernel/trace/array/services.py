@@ -53,7 +53,7 @@ class TracingServices:
     release: str
     """Release of the kernel, as uname -r prints it."""
     marker_preempt_count: int = 0
-    """The field common_preempt_count of markers' records."""
+    """Value of the field common_preempt_count in the records of markers."""
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     filter_words: FilterWords = NO_WORDS
     function_args: FunctionArgs | None = None

@@ -49,7 +49,7 @@ class Snapshot:
         self._mark()
 
     def _mark(self) -> None:
-        """Mark in the buffers' memory which buffers are the snapshot's, for the recovery of records."""
+        """Mark in memory which buffers are the snapshot's, so that a later recovery of records knows it."""
         for mine, theirs in zip(self.buffers, self._array.buffers, strict=True):
             mine.is_aside = True
             theirs.is_aside = False
@@ -133,7 +133,10 @@ class Snapshot:
                 buffer.reset()
 
     def free(self) -> None:
-        """Replace the snapshot's buffers by empty buffers of the smallest size."""
+        """Replace the snapshot's buffers by empty buffers of the smallest size.
+
+        While a file reads a buffer of the snapshot, the buffers keep their size, and are only emptied.
+        """
         if not self.is_allocated:
             return
         if any(buffer.held for buffer in self.buffers):

@@ -150,7 +150,7 @@ class TraceArray(ArrayRings, Recorder):
             self._record_stacks(hit, place)
 
     def triggers_ignore(self, event: TraceEvent, payload: bytes, /) -> bool:
-        """Return True if the lists of pids exclude the task, so that triggers do not run; see Recorder."""
+        """Return True if triggers must not run, because the lists of pids exclude the task; see Recorder."""
         is_asked = event.is_tracepoint or InterfaceRule.PIDS_BEFORE_TRIGGERS in self.system.interface
         return is_asked and self._ignores(event, payload)
 
@@ -284,7 +284,10 @@ class TraceArray(ArrayRings, Recorder):
         return self.ring_target()
 
     def task_check(self) -> TaskCheck | None:
-        """Return the check of the lists of pids, or None if both lists are empty; see Recorder."""
+        """Return the check of the lists of pids in guest code; see Recorder.
+
+        Return None if both lists are empty, or if there is no memory for the check.
+        """
         if not self.pids.is_active:
             return None
         if self._task_check is None:
@@ -569,7 +572,7 @@ class TraceArray(ArrayRings, Recorder):
         return GraphPrinter(self.system.cpus, self.system.tracer_options)
 
     def formatter(self) -> LineFormatter:
-        """Return a printer of records as lines of text, which follows the current options."""
+        """Return a printer of records as lines of text, which uses the options that are set now."""
         system = self.system
         flags = self.options.flags
         past = self._past
@@ -666,7 +669,8 @@ class TraceArray(ArrayRings, Recorder):
     def set_tracer(self, name: str) -> None:
         """Switch to the tracer `name` and expand the buffers. The records of the previous tracer are lost.
 
-        Raises: KernelError EINVAL (an unknown tracer), EBUSY (a pipe is open).
+        Raises: KernelError EINVAL (an unknown tracer), EBUSY (a pipe is open), or as Tracer.start() (`nop` is
+        the current tracer then).
         Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
         """
         self.system.lock.assert_held()
@@ -720,7 +724,7 @@ class TraceArray(ArrayRings, Recorder):
             self._set_order(order)
 
     def _set_order(self, order: int) -> None:
-        """Replace all buffers by empty buffers of about the same capacity with sub-buffers of `order`.
+        """Replace all buffers by empty ones of about the same capacity; `order`: order of their sub-buffers.
 
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_subbuf_order_set (v6.12).
         """

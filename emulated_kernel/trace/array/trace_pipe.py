@@ -37,7 +37,7 @@ class PipeReader:
 
     @property
     def _buffers(self) -> Sequence[RingBuffer]:
-        """The buffers to read. They are looked up at each use, because taking a snapshot swaps them."""
+        """The ring buffers by CPU. They are looked up at each use, because taking a snapshot swaps them."""
         return self._array.buffers
 
     def _is_empty(self) -> bool:
@@ -70,7 +70,7 @@ class PipeReader:
     def subscribe(self, notify: Callable[[], None]) -> None:
         """Call `notify` once: now if the pipe is ready or closed, else when it gets ready or is closed.
 
-        If `notify` has to wait, it is also called when tracing is switched off.
+        If the pipe is neither ready nor closed now, switching tracing off causes the call, too.
         """
         if self.ready() or self._closed:
             notify()
@@ -103,9 +103,10 @@ class TracePipe(PipeReader):
     """An open trace_pipe of all CPUs, or of one."""
 
     def __init__(self, array: TraceArray, cpu: int | None = None) -> None:
-        """Open the pipe.
+        """Open the pipe of the CPU `cpu`, or of all CPUs if `cpu` is None.
 
-        Raises: KernelError EBUSY (a pipe of this CPU or of all CPUs is open already).
+        Raises: KernelError EBUSY (a pipe of the same CPU is open already; a pipe of all CPUs excludes all
+        others).
         Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1).
         """
         if None in array.piped or (array.piped if cpu is None else cpu in array.piped):

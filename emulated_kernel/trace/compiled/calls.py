@@ -1,4 +1,4 @@
-"""The function tracer as guest code, which records the calls of the tasks that the lists of pids select."""
+"""The function tracer as guest code: it records the function calls of the tasks that the pid lists select."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MAX_PIDS = 64
-"""Maximum number of pids in set_ftrace_pid and set_ftrace_notrace_pid; code for more would be too large."""
+"""Maximum number of pids in set_ftrace_pid and set_ftrace_notrace_pid together, for tracing by guest code.
+
+Guest code for more pids would be too large.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class CompiledCalls:
     tasks: SelectedTasks
 
     def emit(self, builder: ProgramBuilder, arch: Arch, places: GuestAddresses) -> None:
-        """Emit code that records a function's call at its fentry site.
+        """Emit code that records the call of a function, to be run at the function's fentry site.
 
         Mirrors: function_trace_call (v6.1).
         """

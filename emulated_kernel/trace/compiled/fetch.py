@@ -1,4 +1,4 @@
-"""Fetch arguments as guest code: FetchEmitter emits the ops that fetch an event's arguments of each type."""
+"""Guest code that fetches the arguments of events: FetchEmitter emits the code for each type of argument."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ LIMIT = 5
 HIGH = 6
 """Number of the virtual register with the upper half of a u64, if a word has 4 bytes."""
 MAX_ELEMENTS = 256
-"""Maximum number of array elements in an event's arguments; the code for more elements would be too large."""
+"""Maximum number of values that guest code fetches for an event; each element of an array is a value.
+
+Code for more values would be too large.
+"""
 
 
 def fits_displacement(value: int) -> bool:
@@ -144,7 +147,10 @@ class FetchEmitter:
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._below))
 
     def _stack_word(self, number: int) -> None:
-        """Emit code that sets VALUE to word `number` of the kernel stack, or to 0 outside of the stack."""
+        """Emit code that sets VALUE to the kernel stack's word `number`, or to 0 outside of the stack.
+
+        Word 0 is the one at the stack pointer.
+        """
         builder = self._builder
         done = builder.label()
         with builder.out_of_line() as outside:
@@ -182,10 +188,11 @@ class FetchEmitter:
         )
 
     def _access(self, address: int, user: bool, fault: Label, load: Callable[[Label], None]) -> None:
-        """Emit loads at the address in the register `address`, which is in user memory if `user` is set.
+        """Emit loads at the address in the register `address`.
 
-        `load` emits the loads; its argument is the label to which they jump at a fault. `fault`: label at
-        which a fault continues. If the architecture blocks the kernel's access to user memory, the code
+        `user`: the address is in user memory; if `user` is not set, it may be anywhere. `load` emits the
+        loads; its argument is the label to which they jump at a fault. `fault`: label at which the code
+        continues after a fault. If the architecture blocks the kernel's access to user memory, the code
         enables access during the loads. If `user` is not set, it does so only for addresses in the lower half
         of the address space.
         """
@@ -340,10 +347,11 @@ class FetchEmitter:
         self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
 
     def _copy(self, insn: FetchInsn, fault: Label) -> None:
-        """Emit code that copies a string from VALUE to POSITION, up to its NUL or MAX_STRING_SIZE.
+        """Emit code that copies a string to POSITION, up to its NUL or MAX_STRING_SIZE bytes.
 
-        The code sets OTHER to the address after the copy. If a string in user memory is empty, the code jumps
-        to `fault`, because String._string_at() treats the string as a fault.
+        `insn`: the store operation; its value is the string's offset from VALUE. The code sets OTHER to the
+        address after the copy. If the string cannot be read, the code jumps to `fault`. It also does so if a
+        string in user memory is empty, because Linux does not tell this from a fault.
         """
         builder = self._builder
         emit = self._emit

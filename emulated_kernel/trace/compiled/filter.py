@@ -33,7 +33,7 @@ _CONDITIONS = {
     FilterOp.GE: (Condition.ABOVE_EQ, Condition.GREATER_EQ),
     FilterOp.BAND: (Condition.ANY_BIT, Condition.ANY_BIT),
 }
-"""Operator -> conditions for unsigned and for signed fields."""
+"""Operator of a filter -> (branch condition for unsigned fields, branch condition for signed fields)."""
 _EMITTED = (ComparePredicate, CpuPredicate, NeverPredicate)
 """Classes of the predicates that guest code can test."""
 

@@ -1,4 +1,4 @@
-"""The function graph as guest code, which selects calls and records their entries and returns."""
+"""The function_graph tracer as guest code, which selects calls and records their entries and returns."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from emulated_kernel.trace.ring.trace_entry import EntryType
 from emulated_kernel.util.fast_dataclass import dataclass
 
 FRAME = Struct("<QQiI")
-"""Format of the data about a call on the task's shadow stack: function, start time (ns), depth, CallFlag."""
+"""Format of the data that the shadow stack has about a call: function, start time (ns), depth, CallFlag."""
 CALLED = 8
-"""Offset in bytes of the start time in the data that tracer and profiler keep on the shadow stack."""
+"""Offset in bytes of the call's start time in the data that tracer and profiler keep on the shadow stack."""
 _FUNC = 0
 _DEPTH = 16
 _FLAGS = 20
 # Virtual registers while a call begins or ends.
 _CALL = POSITION
-"""Number of the virtual register with the address of the call's frame."""
+"""Number of the virtual register with the address of the call's data (see FRAME)."""
 _CALL_DEPTH = LIMIT
 """Number of the virtual register with the depth of the call."""
 _CALL_FLAGS = HIGH
@@ -61,7 +61,7 @@ _INT_MAX = (1 << 31) - 1
 
 
 class CallFlag(IntFlag):
-    """Flags of a traced call, which are stored in its frame on the shadow stack."""
+    """Flags of a traced call, stored in the call's data on the shadow stack (see FRAME)."""
 
     HIDDEN = 1
     """The function is in set_graph_notrace. Neither its call nor the calls that it makes are recorded."""
@@ -187,8 +187,8 @@ class GraphEmitter:
     def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
         """Emit code that computes the call's depth and flags from those of the innermost traced caller.
 
-        The code jumps to `unwanted`, so that the call is not recorded, if the caller is hidden. It does the
-        same if `kind` needs a traced caller and there is none.
+        If the caller is hidden, the code jumps to `unwanted`, and the call is not recorded. It also does so
+        if there is no traced caller, set_graph_function has functions, and `kind` is PLAIN.
         """
         builder = self._builder
         emit = self._emit

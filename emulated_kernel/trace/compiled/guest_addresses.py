@@ -25,7 +25,7 @@ class HitCounter:
     index: int
     """Index of the counter in the words of each CPU."""
     release: Callable[[], None]
-    """Frees the counter, after the guest code that increments the counter was freed."""
+    """Function that frees the counter. Call it after the guest code that increments the counter was freed."""
 
     @property
     def value(self) -> int:
@@ -43,8 +43,8 @@ class HitCounter:
 class NeedResched:
     """The way in which a kernel indicates that the current task has to be rescheduled.
 
-    A kernel uses a u32 in the per-CPU data, a flag of the task, or both. If it uses both, the u32 sets the
-    entry flag PREEMPT_RESCHED, and the task's flag sets the entry flag NEED_RESCHED.
+    A kernel uses a u32 in the per-CPU data, a flag of the task, or both. If it uses both, the u32 is recorded
+    as PREEMPT_RESCHED in common_flags, and the task's flag as NEED_RESCHED.
     """
 
     not_needed: int = 0
@@ -93,7 +93,10 @@ class GuestAddresses:
     If the value is False, the bit is set while interrupts are enabled.
     """
     last_pid: int
-    """Per-CPU offset of a u64: the pid of the task whose name guest code last had saved on this CPU."""
+    """Per-CPU offset of a u64: pid of the task for which guest code on this CPU last called `save_comm`.
+
+    The value is 0xFFFFFFFF if the name must be saved in any case.
+    """
     request: int
     """Per-CPU offset of the memory in which guest code asks for room in a ring buffer.
 

@@ -44,29 +44,31 @@ class GuestRecords(TaskObserver):
         budget: MemoryBudget,
         compile_next_page: Callable[[int], int | None],
     ) -> None:
-        """Allocate the memory of each CPU.
+        """Allocate the per-CPU memory for entries and for requests for room in a ring buffer.
 
-        `compile_next_page`: compiles the code of next_page.py for the request for room at the per-CPU offset
-        in its argument, and returns the code's address, or None if there is no room for the code.
+        `damage` gets reports of damaged ring buffers. `budget`: see the attribute. `compile_next_page`:
+        compiles the code of next_page.py and returns the code's address, or None if the code cannot be
+        compiled. Its argument is the per-CPU offset of the memory in which handlers request room in a ring
+        buffer.
         """
         self._cells = cells
         self.budget = budget
         """The memory budget to which ring buffers are charged, with a limit for each user."""
         self._users: dict[int, tuple[int, int]] = {}
-        """Address of a ring buffer's pages -> (size of the pages in bytes, user to whom they are charged)."""
+        """Address of a ring buffer's pages -> (size of the pages in bytes, uid to which they are charged)."""
         self._damage = damage
         self.tasks = tasks
         self._cmdlines = cmdlines
         self._request_at = cells.alloc_percpu(REQUEST_SIZE)
         self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, REQUEST_SIZE)]
-        """For each CPU, the words of guest code's request for room in a ring buffer."""
+        """For each CPU, the words of the memory in which guest code requests room in a ring buffer."""
         self._compile_next_page = compile_next_page
         self._set_next_page(0)
         self._last_pid_at = cells.alloc_percpu(_CELL)
         self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
         self._scratch_at = cells.alloc_percpu(SCRATCH_SIZE)
         self._named_pid = _NO_PID
-        """Pid of the task whose name was saved last, or _NO_PID."""
+        """Pid of the task whose name was saved last; _NO_PID if there is none."""
         self._comm = memoryview(b"")
         """View of the name in the task_struct of the task with the pid `_named_pid`."""
         self._saved_comm = b""
@@ -78,9 +80,9 @@ class GuestRecords(TaskObserver):
 
     @property
     def can_tell_time(self) -> bool:
-        """Whether guest code can read the current time, which needs a virtual clock.
+        """Whether guest code can read the current time. Only a virtual clock makes this possible.
 
-        The host sets a real clock only between runs of the guest, so that clock does not advance during a
+        The host sets a real clock only between runs of the guest, and such a clock does not advance during a
         run.
         """
         return self._clock.is_virtual
@@ -151,7 +153,7 @@ class GuestRecords(TaskObserver):
         return HitCounter(offset, cells.words, cells.word_index(offset), lambda: cells.free_percpu(offset))
 
     def task_check(self, ignores: Callable[[int], bool]) -> TaskCheck | None:
-        """Return a TaskCheck, or None if the per-CPU memory is used up.
+        """Return the data for guest code's check of the current task; None if the per-CPU memory is used up.
 
         `ignores`: returns True for the pid of a task whose events must not be recorded.
         """

@@ -44,6 +44,8 @@ def compiled_event(
 ) -> CompiledEvent | None:
     """Return the data for an event's guest code, or None if the host has to handle the event.
 
+    `is_return`: whether the event's hits are returns of a function.
+
     The host handles an event if one of these conditions is true:
     - An argument has the type `symstr`, or the arguments have too many array elements.
     - An argument is from a register that is not a general-purpose one, or that a returning function has
@@ -103,7 +105,7 @@ class EventEmitter:
         self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)
 
     def emit(self) -> None:
-        """Emit code that writes an entry to each recording whose filter accepts it."""
+        """Emit code that records the hit in each trace array whose filter and lists of pids accept it."""
         recordings = self._compiled.recordings
         if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
             self._record_in_place(recordings[0])

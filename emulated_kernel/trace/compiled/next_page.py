@@ -1,4 +1,4 @@
-"""Guest code that moves the tail of a ring to the next sub-buffer, and that recording handlers call.
+"""Guest code that handlers call to move the tail of a ring to the next sub-buffer.
 
 If the tail page has no room for an event, the code stores the same words in the same order as
 RingWriter.make_room(). If the code cannot move the tail, it changes nothing that readers see, and the handler
@@ -33,18 +33,18 @@ from emulated_kernel.trace.ring.buffer_page import MAX_ORDER, PADDING, PAGE_HEAD
 from emulated_kernel.trace.ring.ring_layout import SLOTS, RingFlag, offset_of
 
 TIME: Final = 0
-"""Offset in a request for room: time stamp of the event that needs room."""
+"""Offset, in a request for room, of the field with the time stamp of the event that needs room."""
 LENGTH: Final = 8
-"""Offset in a request for room: size of the event in bytes.
+"""Offset, in a request for room, of the field with the event's size in bytes.
 
-The code sets the size to 0 if the event has room now.
+The code of this module sets the field to 0 if the event has room after the call.
 """
 CONTROL: Final = 16
-"""Offset in a request for room: address of the ring's control block."""
+"""Offset, in a request for room, of the field with the address of the ring's control block."""
 NEXT_PAGE: Final = 24
-"""Offset in a request for room: address of this code, or 0 before it is compiled.
+"""Offset, in a request for room, of the field with the address of this module's compiled code.
 
-In the word after the address, CallPerCpu saves a register.
+The address is 0 before the code is compiled. In the word after the address, CallPerCpu saves a register.
 """
 _SLOT = 40
 _TARGET = 48
@@ -56,11 +56,11 @@ REQUEST_SIZE: Final = 88
 """Size of a request for room in bytes."""
 
 _CELL = 8
-"""Size in bytes of a word of a control block, and of a request."""
+"""Size in bytes of each word of a ring's control block, and of each field of a request for room."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""Counters that the code increases: (word of the control block, offset of the new value in the request)."""
+"""Counters that the code increases: (name in the control block, offset of the new value in the request)."""
 _TABLE = SLOTS * _CELL
-"""Offset of the ring slots from the address of the buffer's memory, in bytes."""
+"""Offset in bytes, from the address of the buffer's memory, of the table of ring slots."""
 _PAGE_BITS = 12
 """Number of bits of an offset in a sub-buffer of order 0."""
 
@@ -72,7 +72,7 @@ _OLD = 1
 _CAPACITY = 2
 """Number of the virtual register with the number of bytes of data that a page can hold."""
 _PLACE = 3
-"""Number of the virtual register with a ring slot, or with an address."""
+"""Number of the virtual register with the number of a ring slot, with an address, or with a size."""
 _COUNTS = 4
 """Number of the virtual register with the address of the table of event counts, less _TABLE."""
 _PAGE = 5
@@ -84,8 +84,8 @@ _TEMP = 6
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
     """Compile the code that moves a ring's tail to the next sub-buffer, and return the code's address.
 
-    Return None if the compiler may not compile, or if there is no memory for the code. `request`: per-CPU
-    offset of the memory in which a handler stores its request for room.
+    Return None if compilation is disabled, or if there is no decoder or no memory for the code. `request`:
+    per-CPU offset of the memory in which a handler stores its request for room.
     """
     if not compiler.may_compile:
         return None
@@ -103,7 +103,11 @@ class NextPageEmitter:
     """
 
     def __init__(self, builder: ProgramBuilder, word_size: int, request: int) -> None:
-        """Store the guest's word size, and the per-CPU offset of the memory of a request for room."""
+        """Prepare to emit the code to `builder`.
+
+        `word_size`: size of the guest's registers in bytes. `request`: per-CPU offset of the memory in which
+        a handler stores its request for room.
+        """
         self._word = word_size
         self._builder = builder
         self._emit = builder.emit
@@ -175,9 +179,10 @@ class NextPageEmitter:
         )
 
     def _to_entry(self, register: int, table: int) -> None:
-        """Emit code that replaces an index in `register` by the address of the entry in `table`, less _TABLE.
+        """Emit code that replaces an index in `register` by the address of the table's entry, less _TABLE.
 
-        The later load or store of the entry adds _TABLE.
+        `table`: register with the address of the table, less _TABLE. The later load or store of the entry
+        adds _TABLE.
         """
         self._emit(
             ComputeImmediate(Arithmetic.SHL, register, 3),
@@ -200,7 +205,7 @@ class NextPageEmitter:
     def _leave_old_page(self, refused: Label) -> None:
         """Emit code that sets _OLD and _CAPACITY, and fills the rest of the old page with padding.
 
-        The code jumps to `refused` if the old page has room for the event.
+        The code jumps to `refused` if the old page has room for the event, which then needs a time extend.
         Hazard: guest code may have damaged the words of the control block. If a word that the code uses is
         invalid, the code jumps to `refused`.
         """

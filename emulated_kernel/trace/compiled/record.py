@@ -109,7 +109,8 @@ class RecordEmitter:
     def check_task(self, check: TaskCheck, excluded: Label) -> None:
         """Emit code that jumps to `excluded` if the lists of pids exclude the current task.
 
-        `check`: the per-CPU memory in which the code looks up the task.
+        `check`: the per-CPU memory in which the code looks up the task; if the task is not found, the code
+        asks the host.
 
         The code overwrites TEMP and OTHER.
         """
@@ -175,7 +176,10 @@ class RecordEmitter:
         emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
-        """Emit code that saves the name of the task with the pid in VALUE, unless it was saved last."""
+        """Emit code that saves the current task's name, unless it was the last one that this CPU saved.
+
+        When the code runs, VALUE must hold the task's pid.
+        """
         builder = self._builder
         places = self._places
         known = builder.label()
@@ -287,7 +291,7 @@ class RecordEmitter:
     def _count_loads(self, need_resched: int) -> list[tuple[int, int]]:
         """Return per-CPU offset and size of each load that reads preempt_count and need_resched.
 
-        If the two are adjacent or the same u32, one load is enough.
+        One load is enough if both are the same u32, or if they are adjacent and a word has 8 bytes.
         """
         first, second = sorted((self._places.cpu.preempt_count, need_resched))
         if first == second:
@@ -309,9 +313,9 @@ class RecordEmitter:
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Emit code that reads the clock and reserves `length` bytes for an event in the CPU's ring buffer.
 
-        The code sets `pointer` to the address of the event, and VALUE to the event's time delta. The code
-        overwrites TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the code
-        jumps to `dropped`.
+        The code sets the register `pointer` to the address of the event, and VALUE to the event's time delta.
+        The code overwrites TEMP. If `length` is None, the length is in _LENGTH. If the event is dropped, the
+        code jumps to `dropped`.
         """
         self.read_clock()
         self.reserve_then(pointer, length, target, dropped)
@@ -453,9 +457,9 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """Emit code that sets _LENGTH to the size of the entry's event, and pads the entry with zeros.
+        """Emit code that sets _LENGTH to the size of the event with the entry, and pads the entry with zeros.
 
-        The size is in bytes. The code computes the same size as event_size().
+        The size is in bytes, with the event's header. The code computes the same size as event_size().
         """
         builder = self._builder
         emit = self._emit

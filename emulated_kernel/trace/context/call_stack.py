@@ -44,14 +44,17 @@ class _CallSite(NamedTuple):
     """Name in pt_regs -> value, for registers whose value is known."""
     ip: int
     is_return_address: bool
-    """Whether `ip` is the return address of a call, which is then the instruction before `ip`."""
+    """Whether `ip` is a return address; the call is then the instruction before `ip`.
+
+    If the value is False, `ip` is the next instruction of a function that was interrupted or hit.
+    """
 
 
 class _Left(NamedTuple):
     """Registers and stack after a function has returned to its caller, as the unwinder restores them."""
 
     regs: Mapping[str, int]
-    """Name -> value of known registers; IP is the return address."""
+    """Name -> value of known registers; the value of IP is the return address."""
     cfa: int
     """Canonical frame address: the stack pointer after the return."""
     slot: int
@@ -59,7 +62,7 @@ class _Left(NamedTuple):
 
 
 class CallStack:
-    """Unwinder: finds the callers of a function on its stack.
+    """Unwinder: finds a function's callers on the stack.
 
     FrameTables provides the layouts of stack frames.
     """
@@ -180,7 +183,7 @@ class CallStack:
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
         """Return registers and stack after the return of the function at `address`; None if they are unknown.
 
-        `frames`: the function's stack frames. `place`: position in the function.
+        `frames`: layouts of the function's stack frame. `place`: position in the function.
         """
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)
@@ -205,11 +208,12 @@ class CallStack:
     def _restored(
         self, frame: Frame, bases: Mapping[str, int], regs: Mapping[str, int]
     ) -> tuple[dict[str, int], int]:
-        """Return the registers after the function's return, and the address of the return address's slot.
+        """Return the registers after the function's return, and the slot with the return address.
 
-        `bases`: name of a base of stack slots -> its address. `regs`: values of the registers that are known.
-        If both a stack slot and a register hold a saved value, the slot has priority, because code may have
-        changed it. If several slots hold a register, the lowest slot has priority.
+        The slot is given by its address; it is the stack pointer if a register holds the return address.
+        `bases`: base of stack slots (CFA or ALIGNED) -> its address. `regs`: values of the registers that are
+        known. If both a stack slot and a register hold a saved value, the slot has priority, because code may
+        have changed the value in the slot. If several slots hold a register, the lowest slot has priority.
         """
         found: dict[str, int] = {}
         slot = regs.get(self._arch.registers.sp, 0)

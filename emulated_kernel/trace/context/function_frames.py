@@ -26,7 +26,7 @@ _MAX_CACHED = 2000
 
 
 class FrameTables:
-    """Cache of functions' stack frames, by symbol; it is emptied when the symbol table changes."""
+    """Cache of the layouts of functions' stack frames, by symbol; a change of the symbol table empties it."""
 
     def __init__(
         self, text: Text, image: ProbedTables, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets
@@ -46,7 +46,7 @@ class FrameTables:
         self._solve_detour = lru_cache(_MAX_CACHED)(self._solve_detour_code)
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
-        """Return the frames of the function `symbol`; None for data and for code at which call chains end."""
+        """Return the frame layouts of the function `symbol`; None for data and where call chains end."""
         if self._version != self._symbols.version:
             self._version = self._symbols.version
             self._found = {}
@@ -59,7 +59,7 @@ class FrameTables:
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
-        """Return the frames of a detour or stub, which restores all registers before it ends.
+        """Return the frame layouts of a detour or stub, which restores all registers before it ends.
 
         `entry`: address at which execution enters the code. `span`: addresses of the code.
         """
@@ -108,7 +108,7 @@ class FrameTables:
         return find_frames(insns, entries, self._ways, self._arch.registers.sp, by_interrupt)
 
     def _of_trampoline(self, trampoline: Trampoline) -> FunctionFrames:
-        """Return the frames of a return trampoline, which is never called: hooked functions return to it.
+        """Return the frame layouts of a return trampoline. It is never called: hooked functions return to it.
 
         The real return address is on the shadow stack. The stack or the link register holds the trampoline's
         own address. Later the trampoline's handler stores the real return address in the stack slot from
@@ -129,7 +129,7 @@ class FrameTables:
         return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
 
     def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
-        """Return the functions that the code of `symbol` may be a part of, and into which it may jump.
+        """Return the functions that the code of `symbol` may be a part of, and that may jump to this code.
 
         A cold part belongs to the function that the compiler has split. A label in assembly belongs to the
         function before the label. For other symbols, the result is empty.

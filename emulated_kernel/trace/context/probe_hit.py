@@ -18,7 +18,7 @@ _NEST_START = 2
 
 
 Origin = tuple[int, int, bytes, int, int]
-"""The CPU, the task's pid and name, and the fields common_flags and common_preempt_count."""
+"""Result of ProbeHit.origin(): CPU, the task's pid and name, common_flags and common_preempt_count."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Tasks:
 
 
 class ProbeHit:
-    """The hit that is being handled. One object serves all hits; its data is valid while a handler runs."""
+    """The hit that is being handled. One object serves many hits; its data is valid while a handler runs."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class ProbeHit:
         """Store the sources of a hit's data.
 
         `context` returns common_flags and common_preempt_count. The arguments of `context` are the registers,
-        and an amount to add to preempt_count. `regs`: registers for records that are not made at a hit; None
-        if all records are. At each hit, the caller sets the attribute `regs`.
+        and an amount to add to preempt_count. `regs`: registers for records that are made without a hit; None
+        if there are no such records. At each hit, the caller sets the attribute `regs`.
         """
         self.return_address = 0
         """Address that the function returns to, at a hit of a return probe."""

@@ -1,4 +1,4 @@
-"""TaskCheck: per-CPU memory in which guest code finds whether the lists of pids exclude a task."""
+"""TaskCheck: per-CPU memory from which guest code learns whether the lists of pids exclude a task."""
 
 from __future__ import annotations
 

@@ -41,12 +41,13 @@ class HitContext(ABC):
         has_interrupt_mask: bool = False,
         is_breakpoint_nmi: bool = True,
     ) -> None:
-        """Store the masks of the preempt count, which `abi` has, and the place of the interrupt flag.
+        """Store the masks of the preempt count, which are in `abi`, and where to find the interrupt flag.
 
         `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
         are enabled, or while they are masked if `has_interrupt_mask` is set.
-        `is_breakpoint_nmi`: whether Linux handles a breakpoint in the kernel as an NMI; otherwise the hit has
-        the context of the probed code, with interrupts off.
+        `preemption`: whether preempt_disable() changes the preempt count. `is_breakpoint_nmi`: whether Linux
+        handles a breakpoint in the kernel as an NMI; otherwise the hit has the context of the probed code,
+        with interrupts off.
         """
         self._ctlblk = ctlblk
         self._flags, self._interrupts = interrupt_flag
@@ -74,7 +75,7 @@ class HitContext(ABC):
     def hit_trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of a probe's hit with these registers.
 
-        `more` is the amount that Linux's handler adds to preempt_count, unless the kernel has no preemption.
+        `more`: amount that Linux's handler adds to preempt_count; ignored in a kernel without preemption.
         """
         if not self._ctlblk.by_breakpoint:
             return self.trace_ctx(regs, more)
@@ -97,7 +98,7 @@ class HitContext(ABC):
     def trace_ctx(self, regs: Any, more: int = 0) -> tuple[int, int]:
         """Return common_flags and common_preempt_count of the current context, outside of a breakpoint.
 
-        `more` is the amount that Linux's handler adds to preempt_count, unless the kernel has no preemption.
+        `more`: amount that Linux's handler adds to preempt_count; ignored in a kernel without preemption.
         """
         count = self.preempt_count()
         is_on = (getattr(regs, self._flags) ^ self._masked) & self._interrupts
@@ -126,10 +127,10 @@ class PerCpuContext(HitContext):
         *,
         preemption: bool,
     ) -> None:
-        """Map the variables of each CPU.
+        """Get views of the variables preempt_count and need_resched of each CPU.
 
         `interrupt_flag`: name of a register, and mask of its bit that is set while interrupts are enabled.
-        `areas`: addresses of the per-CPU areas.
+        `areas`: address of each CPU's per-CPU area. `preemption`: see HitContext.
         """
         self._variables = [
             (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))

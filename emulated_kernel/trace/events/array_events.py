@@ -81,8 +81,8 @@ class ArrayEvents:
     ) -> None:
         """Create the switches of a trace array.
 
-        `has_module` returns whether the module called by its argument is loaded. It is None if set_event does
-        not accept `:mod:MODULE`.
+        `has_module` returns whether the module with the given name is loaded; None if set_event does not
+        accept `:mod:MODULE`.
         """
         self._has_module = has_module
         self._awaited: list[_Wanted] = []
@@ -172,7 +172,8 @@ class ArrayEvents:
     def records(self) -> list[str]:
         """Return the lines of set_event, one for each enabled event.
 
-        An event that cannot be enabled, such as that of trace_marker, is listed if it has a trigger.
+        An event that cannot be enabled, such as that of trace_marker, is listed if it has a trigger. The last
+        lines are the written words whose modules are not loaded yet.
         """
         enabled = (f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e))
         return [*enabled, *(wanted.text() for wanted in self._awaited)]
@@ -216,7 +217,8 @@ class ArrayEvents:
 
         A name may be that of a group or of events. In `GROUP:EVENT`, a part that is `*` or empty matches any
         name. With `:mod:MODULE` at its end, the word names only events of that module. If the module is not
-        loaded, its events are enabled when it is loaded.
+        loaded, its events are enabled when it is loaded. If `enabled` is False, earlier words for a module
+        that is not loaded are dropped; see _forget().
         Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1, v7.2).
         """
         wanted = _wanted(word, takes_module=self._has_module is not None)

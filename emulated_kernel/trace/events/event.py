@@ -113,9 +113,9 @@ class TraceEvent(ABC):
     module = ""
     """Name of the event's module, or "" for the events of the kernel itself."""
     is_switchable = True
-    """Whether the event can be enabled. Otherwise the event exists only for its `format` file."""
+    """Whether the event can be enabled. It is False for events of the group ftrace."""
     is_registrable = True
-    """Whether perf can count the event, so that its directory has an `id` file."""
+    """Whether perf can count the event. If so, the event's directory has an `id` file."""
 
     is_tracepoint = False
     """Whether TRACE_EVENT() of Linux's sources defines the event."""
@@ -136,7 +136,7 @@ class TraceEvent(ABC):
         self.recorders: tuple[Recorder, ...] = ()
         """Trace arrays that have the event enabled."""
         self.ever_enabled_in: tuple[Recorder, ...] = ()
-        """Trace arrays that have had the event enabled, so that their buffers may hold its entries."""
+        """Trace arrays that have ever enabled the event; their buffers may hold its entries."""
         self.files: Mapping[Recorder, EventFile] = _NONE
         """Trace array -> triggers and soft mode of the event in the array; file() adds missing items."""
 
@@ -312,7 +312,8 @@ class TraceEvent(ABC):
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Return the text that the trace file shows after the event's name.
 
-        `payload` is the entry without its 8 common bytes.
+        `payload` is the entry without its 8 bytes of common fields. `sym_addr` is the trace option of this
+        name.
         """
 
     def print_line(
@@ -477,8 +478,8 @@ class EventFile:
         """Run the triggers; record the hit unless the event is soft-disabled or its filter rejects the hit.
 
         `payload`: the hit's entry without its common fields. Usually, entries that triggers write follow the
-        entry of the hit. They precede it in two cases: if the hit may still be rejected, because Linux then
-        keeps the hit's entry in trace_buffered_event, and if a trigger enables or disables events. Nothing
+        entry of the hit. They precede it if the hit may still be rejected, because Linux then keeps the hit's
+        entry in trace_buffered_event. They also precede it if a trigger enables or disables events. Nothing
         happens if a trigger needs the entry, and either no page can hold it or the lists of pids exclude the
         task. If no trigger needs the entry, the triggers run also for tasks that the lists exclude, but the
         hit is not recorded.

@@ -18,7 +18,7 @@ PID_LIMIT = 1 << 30
 BYTES_PER_PID = 200
 """Maximum memory of the host, in bytes, that one pid in a list takes.
 
-The pid is in a set and in a sorted list, and a Charge accounts for its memory.
+This covers the pid in a set and in a sorted list, and the Charge object that counts it in the budget.
 """
 _PID_MASK = (1 << 32) - 1
 _SWITCH = "sched_switch"
@@ -95,7 +95,10 @@ class PidList:
 
 
 class EventPids:
-    """The two pid lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
+    """The two pid lists of a trace array, for its events or for its function tracer.
+
+    Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1).
+    """
 
     def __init__(
         self,
@@ -108,9 +111,9 @@ class EventPids:
         `changed` is called when the results of ignores() may have changed.
         """
         self.traced = kind(changed, memory)
-        """The list set_event_pid. If it is not empty, only events of its tasks are recorded."""
+        """The list set_event_pid or set_ftrace_pid. If it is not empty, only its tasks are recorded."""
         self.untraced = kind(changed, memory)
-        """The list set_event_notrace_pid. Events of its tasks are not recorded."""
+        """The list set_event_notrace_pid or set_ftrace_notrace_pid. Its tasks are not recorded."""
 
     @property
     def is_active(self) -> bool:
@@ -134,7 +137,7 @@ class EventPids:
         return (bool(traced) and not both & traced) or both <= untraced
 
     def is_filtered(self, event: TraceEvent, payload: bytes, pid: int) -> bool:
-        """Return True if an event of task `pid` is not recorded, because the lists exclude it.
+        """Return True if an event of task `pid` is not recorded, because the lists exclude the task.
 
         `payload` is the entry without its common fields.
         An event of the scheduler may concern a second task, which is switched to or woken up. Such an event
@@ -149,12 +152,18 @@ class EventPids:
         return self.ignores(pid) and self.ignores(other)
 
     def follow(self, parent: int, child: int) -> None:
-        """Add a forked child to each list that contains its parent, because the option event-fork is on."""
+        """Add a forked child to each list that contains its parent.
+
+        Called only if the trace option for these lists is on: event-fork or function-fork.
+        """
         self.traced.follow(parent, child)
         self.untraced.follow(parent, child)
 
     def forget(self, pid: int) -> None:
-        """Remove an exited task from the lists, because the option event-fork is on."""
+        """Remove an exited task from the lists.
+
+        Called only if the trace option for these lists is on: event-fork or function-fork.
+        """
         self.traced.forget(pid)
         self.untraced.forget(pid)
 

@@ -119,7 +119,7 @@ FTRACE_ENTRIES = (
         r'"seq:%u\tcontext:%d\ttimer_latency:%llu\n", REC->seqnum, REC->context, REC->timer_latency',
     ),
 )
-"""All entry types that Linux exports in any configuration, except `print`, for which PrintEvent exists."""
+"""The entry types that Linux exports in at least one configuration, except `print`; see PrintEvent."""
 _SIZES = {
     "char": 1, "unsigned char": 1, "u16": 2, "int": 4, "unsigned int": 4, "u32": 4,
     "u64": 8, "s64": 8, "unsigned long long": 8,

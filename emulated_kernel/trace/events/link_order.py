@@ -106,7 +106,7 @@ Mirrors: available_events of a distribution's 6.1, for the groups that a kernel 
 
 
 def linux_events() -> Iterator[tuple[str, str]]:
-    """Yield group and name of each event, in link order."""
+    """Yield group and name of each static event of Linux 6.1, in link order."""
     group = ""
     for word in _LINKED.split():
         if word.endswith(":"):

@@ -41,7 +41,7 @@ class FtraceEntryEvent(TraceEvent):
         """Do nothing: the event is never started."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Return the text that the function in ENTRY_PRINTERS makes for the entry, without the newline."""
+        """Return the entry's text without the newline, made by the type's function in ENTRY_PRINTERS."""
         style = AddressStyle(symbols, self._word_size, sym_addr=sym_addr)
         return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
 
@@ -66,7 +66,7 @@ class PrintEvent(FtraceEntryEvent):
         self.marker_ip = marker_ip
 
     def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
-        """Run the event's triggers in `recorder`, before this trace array records the marker `text`.
+        """Run the event's triggers in the trace array `recorder`, before it records the marker `text`.
 
         Return a function that runs the triggers that must run after the marker is recorded. Return None if
         the event has no triggers.

@@ -107,7 +107,9 @@ def compile_print_fmt(
 ) -> Callable[[PrintContext], str]:
     """Compile the print format `text` into a function that prints records.
 
-    `fields`: name -> field of the event. Raises: ValueError (syntax, unknown name).
+    `fields`: name -> field of the event. `word_size`: size of a long in bytes. `names`: the kernel's names
+    that `text` may use.
+    Raises: ValueError (syntax, unknown name).
     """
     parser = _FmtParser(text, fields, word_size, names)
     layout, arguments = parser.whole()
@@ -143,7 +145,7 @@ class _FmtParser:
         self._word = word_size
         self._names = names
         self._locals: dict[str, Expression] = {}
-        """Variable of a statement expression -> its value."""
+        """Name of a variable that a statement expression declares -> the compiled expression of its value."""
 
     def whole(self) -> tuple[str, list[Expression]]:
         """Parse the whole text, and return the format string and its arguments."""
@@ -220,7 +222,10 @@ class _FmtParser:
         return self._primary()
 
     def _statements(self) -> Expression:
-        """Parse and compile a statement expression of GCC: declarations with values, and an expression."""
+        """Parse and compile a statement expression of GCC from the text after its `({`.
+
+        It has the form `({TYPE NAME = VALUE; ... RESULT;})`.
+        """
         while self._peek().text in _TYPE_WORDS:
             while self._peek().text in _TYPE_WORDS:
                 self._next()
@@ -234,7 +239,7 @@ class _FmtParser:
         return value
 
     def _size(self) -> int:
-        """Parse the type in `sizeof(TYPE)`, and return its size in bytes."""
+        """Parse `(TYPE)` after `sizeof`, and return the type's size in bytes."""
         self._expect("(")
         words = []
         while not self._accept(")"):
@@ -334,7 +339,7 @@ class _FmtParser:
     def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
         """Compile a call of the function `name`; raise ValueError if the function is unknown.
 
-        Functions whose arguments are fields or tables are compiled by other methods.
+        Other methods compile functions that take a field or a table of names, such as __print_flags().
         """
         match name, arguments:
             case "__builtin_expect", (value, _):
@@ -352,9 +357,9 @@ class _FmtParser:
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
-        """Parse the arguments of a table function after the opening parenthesis, and compile the call.
+        """Compile a call of __print_flags() or __print_symbolic(); parse it after the opening parenthesis.
 
-        `flags`: whether the function is __print_flags(); otherwise it is __print_symbolic().
+        `flags`: True for __print_flags(), False for __print_symbolic().
         """
         value = self.expression()
         self._expect(",")
@@ -378,7 +383,9 @@ class _FmtParser:
 
 
 def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
-    """Compile __print_flags() of `value`. `names`: (mask, name) of each flag. `delimiter`: separator.
+    """Compile __print_flags() of `value`.
+
+    `names`: (mask, name) of each flag. `delimiter`: the text between names.
 
     Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1).
     """
@@ -421,7 +428,10 @@ def _apply(
 
 
 def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
-    """Return the offset in the entry and the size of the dynamic array that a __data_loc field describes."""
+    """Return offset and size, in bytes, of the dynamic array that a __data_loc field describes.
+
+    The offset is from the start of the entry.
+    """
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
 
@@ -447,7 +457,10 @@ def _dynamic_elements(field: EventField, size: Expression) -> Expression:
 
 
 def _bitmask(field: EventField) -> Expression:
-    """Compile __get_bitmask(). Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1)."""
+    """Compile __get_bitmask(): the mask in hexadecimal, with commas between groups of 8 digits.
+
+    Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1).
+    """
 
     def text(context: PrintContext) -> str:
         offset, size = _location(context, field)
@@ -466,7 +479,7 @@ _OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
 
 
 def _bytes_of(value: Value, size: int) -> bytes:
-    """Return the first `size` bytes of an array that is represented as a number.
+    """Return the first `size` bytes of an array that is represented as a little-endian number.
 
     Hazard: the size comes from a record and may have any value. The result has at most PAGE_SIZE bytes,
     because a line of text is not longer.
@@ -487,7 +500,7 @@ def _array(value: Value, count: int, size: int) -> str:
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Return the width in bits and the signedness of a cast's type, which consists of `words`.
+    """Return the width in bits of a cast's type, which consists of `words`, and whether the type is signed.
 
     `word_bits`: size of a long and of a pointer in bits.
     """

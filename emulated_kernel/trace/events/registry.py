@@ -21,7 +21,7 @@ by id only, so an id of this kernel must not be one of the host's.
 Deviates: Linux's ids begin at __TRACE_LAST_TYPE.
 """
 LAST_EVENT_ID = 0xFFFF
-"""The last id, because common_type is a u16."""
+"""The greatest id that fits into an entry's common_type, which is a u16."""
 
 
 class EventWatcher(ABC):
@@ -38,10 +38,10 @@ class EventWatcher(ABC):
 
 @dataclass(frozen=True)
 class EventIds:
-    """The ids of a former kernel's events, so that events of a new kernel can get the same ids."""
+    """The event ids of a kernel that is being replaced; the new kernel's events get the same ids."""
 
     next_id: int
-    """The lowest id that no event of the former kernel has had."""
+    """The lowest id that no event of the old kernel has had."""
     names: Mapping[int, tuple[str, str]]
     """Id -> group and name of the event."""
 
@@ -103,8 +103,8 @@ class EventRegistry:
         """Iterate over events in the order in which a trace array lists them.
 
         `older` is the value of `registered` when the trace array was created. Later events come first, newest
-        first. Older events follow in order of registration. `among` restricts the list to some events, which
-        must be in order of registration.
+        first. Older events follow in order of registration. `among`: the events to list, in order of
+        registration; None means all events.
         """
         events = [*(self if among is None else among)]
         newer = 0
@@ -131,7 +131,10 @@ class EventRegistry:
 
     @contextmanager
     def keeping(self, former: EventIds) -> Iterator[None]:
-        """Give each event that is added in the `with` block the id that its name had in `former`."""
+        """Give each event that is added in the `with` block the id that its name had in `former`.
+
+        An event that `former` lacks gets a new id.
+        """
         self._next_id = max(self._next_id, former.next_id)
         self._saved_ids = {name: event_id for event_id, name in former.names.items()}
         try:

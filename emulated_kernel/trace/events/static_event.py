@@ -107,7 +107,7 @@ class StaticEvent(TraceEvent):
         """Create the event of a tracepoint.
 
         `names` returns the kernel's names that the print format may use. `names` is called when the first
-        record is printed.
+        record is printed. `word_size`: size of a long in bytes.
         """
         super().__init__(group, name, fields, print_fmt)
         self.tracepoint = tracepoint
@@ -126,7 +126,7 @@ class StaticEvent(TraceEvent):
         return int.from_bytes(payload[at : at + 4], "little")
 
     def start(self) -> None:
-        """Subscribe to the tracepoint, which switches it on."""
+        """Begin to record the hits of the tracepoint, which is switched on if it is off."""
         self.tracepoint.subscribe(self.record)
 
     def stop(self) -> None:

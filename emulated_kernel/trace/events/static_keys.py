@@ -21,7 +21,10 @@ class StaticKeys:
     def __init__(
         self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
     ) -> None:
-        """Prepare the keys; `labels`, the branches of the kernel, are read at the first use of a key."""
+        """Create the object that switches the keys, while all keys are off.
+
+        `labels`: the branches of the kernel; they are read at the first use of a key.
+        """
         self._text = machine.text
         self._breakpoints = machine.breakpoints
         self._poker = poker

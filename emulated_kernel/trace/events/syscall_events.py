@@ -41,9 +41,9 @@ class SyscallTracepoint:
     def __init__(self, raw: Tracepoint, word_size: int, start: int = 0, preempt_count: int = 1) -> None:
         """Create the dispatcher for entries or exits.
 
-        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. `start` is the offset in bytes of the
-        system call's number in the tracepoint's records. `preempt_count` is the amount that the tracepoint
-        adds to common_preempt_count of the records.
+        `raw` is the tracepoint of raw_syscalls:sys_enter or sys_exit. `word_size` is the size of a long in
+        bytes. `start` is the offset in bytes of the system call's number in the tracepoint's records.
+        `preempt_count` is the amount that the tracepoint adds to common_preempt_count of the records.
         """
         self._raw = raw
         self._start = start
@@ -91,7 +91,7 @@ class SyscallEvent(TraceEvent):
 
     @abstractmethod
     def word_fields(self) -> Iterable[tuple[str, str, bool]]:
-        """Return type, name and signedness of each word after `__syscall_nr`."""
+        """Return C type, name, and whether the type is signed, of each word after `__syscall_nr`."""
 
     @property
     def fields(self) -> tuple[EventField, ...]:
@@ -143,9 +143,10 @@ class SyscallEnter(SyscallEvent):
         calls: SyscallTracepoint,
         user_data: UserDataSize | None = None,
     ) -> None:
-        """Create an event.
+        """Create the entry event of the system call `syscall`.
 
-        `user_data` is the size of user memory in records; None if records contain no user memory.
+        `calls` is the dispatcher for the entries of all system calls. `user_data` limits the user memory in
+        records; None if records contain no user memory.
         """
         name, _ = event_names(syscall.name)
         own = syscall.name.removeprefix("sys_")
@@ -157,7 +158,7 @@ class SyscallEnter(SyscallEvent):
         super().__init__(name, syscall, calls)
 
     def word_fields(self) -> Iterable[tuple[str, str, bool]]:
-        """Return type, name and signedness of each argument."""
+        """Return C type, name, and whether the type is signed, of each argument."""
         pairs = zip(self.syscall.types, self.syscall.args, strict=True)
         return ((kind, name, False) for kind, name in pairs)
 
@@ -273,7 +274,7 @@ class SyscallExit(SyscallEvent):
         super().__init__(name, syscall, calls, '"0x%lx", REC->ret')
 
     def word_fields(self) -> Iterable[tuple[str, str, bool]]:
-        """Return type, name and signedness of the only field, which has the result."""
+        """Return C type, name, and whether the type is signed, of the only word, which is the result."""
         return (("long", "ret", True),)
 
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:

@@ -46,8 +46,9 @@ class Tracepoints:
         """Create an empty table of tracepoints, which events() fills.
 
         `breakpoints`: address -> handler of a breakpoint; events() adds the handler that takes the records.
-        `hit`: the ProbeHit object that handlers get with each record, after its registers were set.
-        `argument_registers`: names of the registers with a function's arguments.
+        `hit`: the ProbeHit object that handlers get with each record; its registers are set before. `keys`:
+        the static keys that switch the tracepoints. `argument_registers`: names of the registers with a
+        function's arguments.
         """
         self._user_data = user_data
         """Size of user memory in records of system calls; None if records contain no user memory."""
@@ -68,7 +69,7 @@ class Tracepoints:
         """Returns the three arguments of host_trace_commit(), by which the guest commits a record."""
 
     def _commit(self, regs: Any) -> None:
-        """Pass a record that the guest has filled in to the handlers of its tracepoint.
+        """Pass a record from guest memory to the handlers of its tracepoint.
 
         This method handles the breakpoint at host_trace_commit(). The IP is already after the breakpoint.
         Hazard: any guest code may call the function with any arguments, so invalid arguments are ignored.
@@ -89,7 +90,7 @@ class Tracepoints:
         return address_of(self._image.kallsyms, name)
 
     def events(self) -> Iterator[TraceEvent]:
-        """Yield an event for each tracepoint, then two events for each system call."""
+        """Fill the table, and yield an event for each tracepoint, then two events for each system call."""
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
             stub = TracepointStub(f"__traceiter_{each.name}")

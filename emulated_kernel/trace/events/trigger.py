@@ -36,11 +36,11 @@ class Trigger(ABC):
 
     kind: ClassVar[TriggerKind]
     is_post: ClassVar[bool] = False
-    """Whether a hit's triggers of this class run after the entry was written, instead of before it."""
+    """Whether triggers of this class run after the hit's entry was written; if False, they run before."""
     wants_entry: ClassVar[bool] = False
     """Whether fire() needs the entry, even without a filter."""
     is_hidden: ClassVar[bool] = False
-    """Whether the trigger is internal, so that the trigger file does not show it."""
+    """Whether the trigger is internal; the trigger file does not show an internal trigger."""
 
     def __init__(self, filter_: EventFilter | None = None) -> None:
         self.filter = filter_
@@ -75,7 +75,7 @@ class Trigger(ABC):
         """Return the trigger's line in the trigger file, without a newline."""
 
     def released(self) -> None:  # noqa: B027
-        """Release the trigger's resources after it was removed from its event."""
+        """Release the resources of a trigger that was removed from its event."""
 
     def filter_text(self) -> str:
         """Return ` if FILTER` for the end of the trigger's line, or "" if the trigger has no filter."""

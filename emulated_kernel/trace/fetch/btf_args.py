@@ -11,7 +11,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
 
 _ANONYMOUS_MAX = 16
-"""Maximum number of anonymous structures and unions that the search for a member still has to visit."""
+"""Maximum number of anonymous structures and unions that wait at one time to be searched for a member."""
 _CHAR_BITS = 8
 
 
@@ -123,7 +123,7 @@ class FieldError(Exception):
 def split_field(text: str) -> tuple[str, str | None, bool]:
     """Split `NAME->REST` or `NAME.REST`. Return the name, the rest, and whether the separator is an arrow.
 
-    The rest is None if there is no separator. Raises: FieldError BAD_HYPHEN.
+    The rest is None if there is no separator. Raises: FieldError BAD_HYPHEN (a `-` without `>`).
     Mirrors: kernel/trace/trace_probe.c:split_next_field (v6.12).
     """
     at = min((at for at in (text.find("."), text.find("-")) if at >= 0), default=-1)
@@ -190,9 +190,11 @@ def follow_fields(
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
     """Find the member called `name`.
 
-    Return the offset in bits of the structure that contains it, and the member. The containing structure is
-    `structure` (a type id) itself or an anonymous member of `structure`.
-    Raises: FieldError BAD_BTF_TID (no structure), NO_BTF_FIELD; both with `column`.
+    Return (offset, member): the offset, in bits from the start of `structure` (a type id), of the structure
+    that contains the member, and the member. The containing structure is `structure` itself or an anonymous
+    member of it.
+    Raises: FieldError BAD_BTF_TID (the type is no structure), NO_BTF_FIELD (no such member); both with
+    `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """
     if btf.kind(structure) not in (Kind.STRUCT, Kind.UNION):

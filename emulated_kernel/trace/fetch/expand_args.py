@@ -48,7 +48,7 @@ class ExpansionContext(Protocol):
 
 
 def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequence[str]:
-    """Replace `$arg*` by the names of all parameters, and a leading `$argN` by one parameter's name.
+    """Replace the word `$arg*` by all parameters' names, and `$argN` at a word's start by one parameter's.
 
     Return the new words. Without BTF for the function, `$argN` stays.
     Raises: KernelError EINVAL or ENOENT (a wrong word, or no such parameter), EOPNOTSUPP (`$arg*` without
@@ -110,7 +110,7 @@ class _Names:
         self._room = MAX_BTF_ARGS_LEN
 
     def take(self, index: int, type_name: str) -> str:
-        """Return the name of parameter `index`, followed by `type_name` (`:TYPE` or "").
+        """Return the name of parameter `index`, from 0, followed by `type_name` (`:TYPE` or "").
 
         Subtract the length of the result from the bytes left in Linux's buffer.
         Raises: KernelError ENOENT (no such parameter), E2BIG (no room); both are logged.
@@ -144,7 +144,9 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 
 
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
-    """Replace `[NAME=]ARG:%pd` and `[NAME=]ARG:%pD` by the dereferences that lead to the file's name.
+    """Replace each `[NAME=]ARG:%pd` or `[NAME=]ARG:%pD` by dereferences of the file's name.
+
+    Return the new words.
 
     Raises: KernelError ENOMEM (the new words are too long for Linux's buffer), EOPNOTSUPP (the kernel has
     no BTF, so the fields' offsets are unknown).

@@ -31,14 +31,17 @@ class FetchContext:
     on_return: bool = False
     on_entry: bool = False
     in_kernel: bool = True
-    """Whether the probe is in the kernel. If it is in a program, expressions name file offsets."""
+    """Whether the probe is in the kernel; if False, it is in a user program (uprobe).
+
+    An expression `@SYMBOL` is for the kernel only, and `@+FILE_OFFSET` is for programs only.
+    """
     finish: Callable[[ProbeArg], ProbeArg] | None = None
     """Function that checks and completes a parsed argument of an event probe; None for other probes.
 
     The function checks that the target event has the argument's field, and replaces a symbol by its address.
     """
     in_fprobe: bool = False
-    """Whether the probe is an fprobe or on a tracepoint, so that arguments must not name registers."""
+    """Whether the probe is an fprobe or on a tracepoint; if so, its arguments must not name registers."""
     types: Callable[[], Btf | None] = no_types
     """Returns the kernel's BTF, or None if the kernel has none."""
     function: str | None = None
@@ -50,7 +53,7 @@ class FetchContext:
     of the tracepoint.
     """
     captured: list[int] = field(default_factory=list)
-    """Numbers of the function arguments that a return probe stores at the function's entry, in this order."""
+    """Numbers, from 0, of the arguments that a return probe stores at the function's entry, in this order."""
 
     has_field: Callable[[str], bool] | None = None
     """Returns whether an event probe's target event has a field of the given name; None for other probes."""

@@ -76,8 +76,10 @@ class ExpressionParser:
     def compile(self, text: str, at: int) -> list[FetchInsn]:
         """Compile `text`, an expression without its type, and return the operations.
 
-        Set `named`, and `end`, the column for later errors.
-        Raises: KernelError EINVAL, ERANGE, E2BIG, EOPNOTSUPP (logged).
+        Set the attributes `named` and `end`.
+        Raises: KernelError EINVAL (malformed, or not allowed for this probe), ERANGE (a number is too large),
+        E2BIG (nested too deeply), ENOENT (a name is unknown), EOPNOTSUPP (no BTF, or an unsupported form);
+        all are logged.
         """
         if InterfaceRule.TYPECASTS in self._rules:
             return self._nested(text, at)
@@ -201,9 +203,9 @@ class ExpressionParser:
         raise self.error(at, ProbeError.BAD_FETCH_ARG)
 
     def _names(self) -> NamedArgs:
-        """Create a compiler of names, store it as `named`, and return it.
+        """Create a NamedArgs object, store it as `named`, and return it.
 
-        The compiler will hold the BTF type of the value.
+        The object compiles the names of parameters and fields, and will hold the BTF type of the value.
         """
         from emulated_kernel.trace.fetch.named_args import NamedArgs
 

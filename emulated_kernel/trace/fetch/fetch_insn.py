@@ -8,7 +8,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 
 class FetchOp(Enum):
-    """An operation of a fetch program. Mirrors: kernel/trace/trace_probe.h FETCH_OP_* (v6.1)."""
+    """An operation of a fetch program. `name`, `value` and `data` below are its operands; see FetchInsn.
+
+    Mirrors: kernel/trace/trace_probe.h FETCH_OP_* (v6.1).
+    """
 
     # Stage 1: load a value.
     REG = auto()

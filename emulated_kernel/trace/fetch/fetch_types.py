@@ -42,7 +42,7 @@ class StringArea:
     """The part of an entry that holds its strings. It follows the fixed part."""
 
     def __init__(self, position: int, room: int) -> None:
-        """Reserve `room` bytes that begin at byte `position` of the entry."""
+        """Create an empty area of `room` bytes that begins at byte `position` of the entry."""
         self.data = bytearray(room)
         self._position = position
         self._used = 0
@@ -50,8 +50,8 @@ class StringArea:
     def add(self, text: bytes | None, *, overlaps: bool = False) -> bytes:
         """Append a fetched string and return its __data_loc, which has length 0 if `text` is None.
 
-        `overlaps`: as Linux does for symstr, the length in __data_loc covers all remaining bytes of the area,
-        and the next string overwrites the NUL of this one. If it is not set, the string keeps its NUL, and
+        If `overlaps` is set, the length in __data_loc covers all remaining bytes of the area, and the next
+        string overwrites the NUL of this one, as in Linux for symstr. Otherwise the string keeps its NUL, and
         its own size is the length.
         """
         used = self._used

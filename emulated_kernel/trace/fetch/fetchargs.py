@@ -58,7 +58,10 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     """Compile the arguments of a command. `words` are the command's words from the third word on.
 
     In Linux up to 6.1, arguments after the 128th are silently ignored.
-    Raises: KernelError EINVAL, ERANGE, E2BIG (logged). Mirrors: traceprobe_parse_probe_arg (v6.1).
+    Raises: KernelError EINVAL (malformed, or not allowed for this probe), ERANGE (a number is too large),
+    E2BIG (too long or too many), ENOENT (a name is unknown), EOPNOTSUPP (no BTF), ENOMEM (see
+    expand_dentry_args()). Most are logged.
+    Mirrors: traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface
     if context.on_event or not interface.rules.isdisjoint(_RULES_BY_FUNCTION):
@@ -104,11 +107,12 @@ def _parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, 
 def _split_name(
     word: str, number: int, args: Sequence[ProbeArg], context: FetchContext
 ) -> tuple[str, str, int]:
-    """Split `[NAME=]EXPR` into the name, the expression, and the column at which the expression starts.
+    """Split `[NAME=]EXPR[:TYPE]`. Return the name, the text after `=`, and the column where this text starts.
 
-    `number`: index of the argument, from which its default name is made. `args`: the arguments before this
+    `number`: index of the argument, from 0; the default name is EXPR if this is a plain name and the
+    interface has InterfaceRule.BTF_ARGS, otherwise `arg1` for index 0. `args`: the arguments before this
     argument; its name must differ from theirs.
-    Raises: KernelError EINVAL (logged).
+    Raises: KernelError EINVAL (the name is empty, too long, malformed, reserved or in use; logged).
     """
     log = context.log
     name, equals, body = word.partition("=")
@@ -148,9 +152,12 @@ class _ArgParser:
         """
 
     def parse(self, name: str, size: int) -> ProbeArg:
-        """Compile the argument. `size` is the size of the arguments before it, in bytes.
+        """Compile the argument called `name`.
 
-        Raises: KernelError EINVAL, ERANGE, E2BIG (logged).
+        `size`: bytes of all arguments before it in the fixed part of an entry.
+
+        Raises: KernelError EINVAL (malformed, or not allowed for this probe), E2BIG (the argument, the event
+        or the program is too long), errors of ExpressionParser.compile(); almost all are logged.
         Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
         """
         is_long = InterfaceRule.LONG_ARGUMENTS in self._rules
@@ -243,7 +250,7 @@ class _ArgParser:
 
         `type_name`: the type in the argument, or None if the argument has no type. `default`: the fetch type
         for `type_name`. If `type_name` is None, return the fetch type that fits the BTF type of the value. If
-        `type_name` is a string type, append the dereference that it needs to `code`.
+        `type_name` is a string type, append to `code` the dereference that this type needs.
         """
         if named.end is not None:
             self._end = named.end

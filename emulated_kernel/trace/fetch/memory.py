@@ -115,7 +115,7 @@ class FetchEnvironment:
     def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
         """Run stage 2: apply the dereferences `derefs` to a value, and return the result.
 
-        Return None if `value` is None, or if a dereference cannot be read.
+        Return None if `value` is None, or if memory that a dereference reads is unreadable.
         """
         for insn in derefs:
             if not isinstance(value, int):
@@ -134,8 +134,8 @@ class FetchEnvironment:
     def read(self, address: int, size: int, user: bool) -> bytes | None:
         """Return `size` bytes at `address`, in kernel or user memory, or None if they cannot be read.
 
-        If `user` is set, an address in kernel space cannot be read. An EntryAddress reads the entry that the
-        event probe has received, and zeros after the entry's end.
+        If `user` is set, an address in kernel space cannot be read. At an EntryAddress, the bytes are those
+        of the entry that the event probe has received, and zeros after the entry's end.
         """
         address &= self.mask
         if user and not self.is_user(address):

@@ -39,7 +39,7 @@ class NamedArgs:
         error: LogError,
         limit: int,
     ) -> None:
-        """Start without compiled names. `function`: the probed function, or None if the BTF lacks it.
+        """Create a compiler for one argument. `function`: the probed function, or None if the BTF lacks it.
 
         `parameter` maps the index of a parameter to the operation that loads it. `limit` is the maximum
         number of operations.
@@ -58,7 +58,9 @@ class NamedArgs:
 
         NAME is a parameter of the function.
 
-        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:parse_btf_arg (v6.12).
+        Raises: KernelError ENOENT (a name is not in the BTF), EINVAL (the text does not fit the types, or too
+        many operations), EOPNOTSUPP (`.` follows NAME); all are logged.
+        Mirrors: kernel/trace/trace_probe.c:parse_btf_arg (v6.12).
         """
         name, fields, column = self._root(text, at)
         function = self._function
@@ -74,7 +76,7 @@ class NamedArgs:
         """Return the operations for `$retval->FIELD.FIELD`.
 
         `load` loads the value of $retval. `text` is the whole expression, at column `at`.
-        Raises: KernelError (logged).
+        Raises: KernelError as named(); ENOENT also if the function returns nothing.
         """
         name, fields, column = self._root(text, at)
         if name != "$retval":
@@ -95,7 +97,8 @@ class NamedArgs:
 
         NAME is a field of the event of an event probe. `has_field` returns whether the event has a field of
         the given name.
-        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:handle_typecast (v7.2).
+        Raises: KernelError as named(); EINVAL also if the structure or NAME is unknown.
+        Mirrors: kernel/trace/trace_probe.c:handle_typecast (v7.2).
         """
         typed = find_structure(btf, structure)
         if typed is None:
@@ -112,7 +115,9 @@ class NamedArgs:
 
         `cast`: the text in parentheses and its column. `code` loads VALUE, which points to the structure, or
         to its member MEMBER. `fields`: the text FIELDS and its column.
-        Raises: KernelError (logged). Mirrors: kernel/trace/trace_probe.c:parse_btf_casttype (v7.3).
+        Raises: KernelError EINVAL (the structure is unknown, the text does not fit it, or too many
+        operations), ENOENT (no such field); all are logged.
+        Mirrors: kernel/trace/trace_probe.c:parse_btf_casttype (v7.3).
         """
         text, at = cast
         name, comma, member = text.partition(",")
@@ -142,8 +147,8 @@ class NamedArgs:
     def current(self, btf: Btf | None, text: str, at: int) -> list[FetchInsn]:
         """Return the operations for `text`, an expression `$current->FIELDS`.
 
-        `at`: column of the expression in the command, for errors.
-        Raises: KernelError (logged).
+        `at`: column of `text` in the argument's expression.
+        Raises: KernelError as named().
         """
         _, fields, column = self._root(text, at)
         typed = find_structure(btf, "task_struct")
@@ -175,7 +180,7 @@ class NamedArgs:
         is_cast: bool = False,
         before: int = 0,
     ) -> list[FetchInsn]:
-        """Return the operations `root`, which load a value, and further ones, which follow `fields` from it.
+        """Return `root`, which loads a value, followed by the operations that read `fields` of this value.
 
         Set the attribute `typed` to the type of the final value. If there are fields, set the attribute `end`
         to the last field's column.
@@ -183,7 +188,8 @@ class NamedArgs:
         The parameter `typed`: type of the value. If `is_cast` is set, `typed` is the type of the structure to
         which the value points, and the value points to byte `before` of the structure. `fields`: a text like
         `FIELD.FIELD->FIELD` at `column`, or None if no field is named.
-        Raises: KernelError (logged).
+        Raises: KernelError EINVAL (`fields` does not fit the type, or too many operations), ENOENT (no such
+        field); all are logged.
         """
         code = [*root]
         self.typed = typed
@@ -206,7 +212,7 @@ class NamedArgs:
 
         `type_name`: `string` or `ustring`. Append nothing if the value is a character array, or if its type
         is unknown. `column`: column for errors.
-        Raises: KernelError EINVAL, E2BIG (logged).
+        Raises: KernelError EINVAL (the value is not a string), E2BIG (too many operations); both are logged.
         Mirrors: kernel/trace/trace_probe.c:check_prepare_btf_string_fetch (v6.12).
         """
         typed = self.typed

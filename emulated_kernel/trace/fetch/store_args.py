@@ -11,8 +11,9 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 
 def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
-    """Return the payload of an entry: `header` (addresses), the fetched arguments, and their strings.
+    """Return the payload of an entry: `header`, the fetched arguments, and their strings.
 
+    `header`: the fields for addresses, such as __probe_ip.
     Deviates: an unreadable string has length 0; Linux leaves the former contents of the buffer.
     Mirrors: kernel/trace/trace_probe_tmpl.h:store_trace_args (v6.1).
     """

@@ -9,7 +9,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class FilterError(CommandError):
-    """Errors of filters.
+    """Errors of filters; the value is the text in error_log.
 
     Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1, v6.12).
     """

@@ -52,7 +52,7 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
     """Parse the filter `text` of an event whose own fields are `fields`.
 
     `words`: the features of filters that the kernel's version supports.
-    Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes, or the limit for one
+    Raises: errors of parse_filter(), KernelError ENOMEM (the memory limit definition_bytes, or the one for a
     user, is reached).
     """
     program = parse_filter(text, partial(find_event_field, fields), words)
@@ -62,10 +62,11 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
 def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS) -> FilterProgram:
     """Parse a filter, and return its program.
 
-    `text` has one character per byte, and no trailing blanks. `words`: the features of filters that the
-    kernel's version supports.
+    `text` has one character per byte, and no trailing blanks. `find_field` maps a name to the field, or to
+    None. `words`: the features of filters that the kernel's version supports.
 
-    Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
+    Raises: FilterParseError ESRCH (a quote is missing), ENOENT (a `)` is missing), EPERM (a `(`, a field's
+    name or an operator is missing), EINVAL (all other errors).
     Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
     """
     _check_nesting(text)
@@ -73,7 +74,7 @@ def parse_filter(text: str, find_field: FindField, words: FilterWords = NO_WORDS
 
 
 def _check_nesting(text: str) -> None:
-    """Check the parentheses and quotes of a filter. Raises: FilterParseError.
+    """Check the parentheses and quotes of a filter. Raises: FilterParseError (unbalanced, or empty).
 
     As in Linux, this first pass has its own errnos, such as ESRCH for a missing quote.
     Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).

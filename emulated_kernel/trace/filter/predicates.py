@@ -97,7 +97,7 @@ class StringPredicate:
     negated: bool
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the entry's string matches the pattern; if `negated` is set, if it does not match.
+        """Return True if the entry's string matches the pattern; with `negated`, if it does not match.
 
         If the string cannot be read, return False in both cases.
         """
@@ -153,7 +153,11 @@ class CpusPredicate:
     cpus: frozenset[int]
 
     def test(self, entry: RawEntry) -> bool:
-        """Return True if the entry's CPUs equal `cpus`, differ from it, or overlap it, as `op` says."""
+        """Return True if the comparison with the entry's CPUs holds.
+
+        They must be equal to `cpus` (`op` is EQ), differ from `cpus` (NE), or have a CPU in common with
+        `cpus` (BAND).
+        """
         found = self._cpus(entry)
         if self.op is FilterOp.BAND:
             return not found.isdisjoint(self.cpus)
@@ -214,7 +218,7 @@ class FilterProgram:
     steps: tuple[FilterStep, ...]
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Return True if the filter accepts the entry, so that it is recorded.
+        """Return True if the filter accepts the entry.
 
         Mirrors: filter_match_preds (v6.1).
         """
@@ -238,5 +242,5 @@ class EventFilter:
     """Charge for the host memory that the filter takes; None if the memory is not charged."""
 
     def accepts(self, entry: RawEntry) -> bool:
-        """Return True if the filter's program accepts the entry, or if it has no program."""
+        """Return True if the filter's program accepts the entry, or if the filter has no program."""
         return self.program is None or self.program.accepts(entry)

@@ -55,8 +55,9 @@ NO_WORDS = FilterWords()
 
 
 def parse_cpus(text: str, cpus: int) -> frozenset[int] | None:
-    """Return the CPUs of a list such as `0-2,5`, or None if the list is wrong or names a CPU beyond `cpus`.
+    """Return the CPUs of a list such as `0-2,5`, or None if the list is wrong.
 
+    `cpus`: number of CPUs. A list that names a further CPU is wrong.
     Mirrors: lib/bitmap-str.c:bitmap_parselist (v6.12).
     """
     found: set[int] = set()

@@ -46,20 +46,23 @@ class Action:
     synthetic_name: str | None = None
     """First parameter of trace(), the name of the synthetic event; None if the action is not trace(...)."""
     match: tuple[str, str] | None = None
-    """Parameter of onmatch(): group and name of the event that must come before; None for other handlers."""
+    """Parameter of onmatch(): group and name of the event that must occur first; None for other handlers."""
     tracked_name: str = ""
-    """Parameter of onmax() and onchange(): the variable, as written."""
+    """Parameter of onmax() and onchange(): the variable, as written; "" for onmatch()."""
     tracked: HistField | None = None
     """Reference to the variable of onmax() or onchange(); None for onmatch()."""
     track_index: int = -1
-    """Index in Element.variables of the variable that keeps the maximal or latest value of `tracked`."""
+    """Index in Element.variables of the variable that keeps the greatest or latest value; -1 for onmatch().
+
+    The value is that of `tracked`.
+    """
     synthetic: SyntheticEvent | None = None
     arguments: list[int] = field(default_factory=list)
     """Indices in HistHit.references of the values that are passed to the synthetic event."""
 
     @property
     def target_name(self) -> str:
-        """Name of the synthetic event that the action records."""
+        """Name of the synthetic event that the action records; for save() and snapshot(), `name`."""
         return self.name if self.synthetic_name is None else self.synthetic_name
 
     def key(self) -> tuple[object, ...]:
@@ -100,9 +103,9 @@ class Action:
         return self.passes(self.track_value(element), value)
 
     def run(self, hit: HistHit, element: Element, key: bytes) -> None:
-        """Run the action for a hit. For onmax() and onchange(), do so only if the condition holds.
+        """Run the action for a hit; for onmax() and onchange(), only if the condition holds.
 
-        In this case, also store the tracked variable's value in `element`.
+        An action of onmax() or onchange() that runs also stores the tracked variable's value in `element`.
 
         `element`: element of the map in which the hit is counted. `key`: key of the element.
 
@@ -173,7 +176,8 @@ class TrackedSnapshot:
 def parse_action(text: str, data: Histogram) -> Action:
     """Parse `HANDLER(SUBJECT).ACTION(PARAMS)`, and return the action of the histogram `data`.
 
-    Raises: KernelError EINVAL (a syntax error, or an unknown event in onmatch()).
+    Raises: KernelError EINVAL (a syntax error, an unknown event in onmatch(), or save() or snapshot() after
+    onmatch()).
     """
     handler_name, _, rest = text.partition("(")
     action = Action(data, Handler(handler_name))

@@ -120,7 +120,7 @@ def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
 
 
 def _map_bits(text: str) -> int:
-    """Parse the size of a map, and return its binary logarithm, rounded up.
+    """Parse the number of a map's elements, and return its binary logarithm, rounded up.
 
     Mirrors: parse_map_size (v6.1).
     """

@@ -25,7 +25,7 @@ MakeHist = Callable[[HistData, EventFile, str], None]
 
 It takes the histogram that needs the new one, the other event, and the command.
 
-Raises: KernelError.
+Raises: KernelError (errors of the command).
 """
 _TRACKS = {Handler.ONMAX: "__max", Handler.ONCHANGE: "__change"}
 
@@ -41,7 +41,8 @@ class ActionMaker:
     def create(self, action: Action) -> None:
         """Prepare an action, so that hits can run it.
 
-        Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM.
+        Raises: KernelError EINVAL (malformed, or a name is unknown), EEXIST (a second save), EBUSY (a second
+        snapshot), ENOMEM (no memory, or too many references), errors of creating another histogram.
         """
         if action.handler is not Handler.ONMATCH:
             self._track(action)
@@ -54,7 +55,7 @@ class ActionMaker:
                 self._snapshot(action)
 
     def _track(self, action: Action) -> None:
-        """Create the variable that holds the greatest value (onmax) or the latest value (onchange).
+        """Create the variable that keeps the tracked variable's greatest (onmax) or latest (onchange) value.
 
         Mirrors: track_data_create (v6.1).
         """
@@ -145,7 +146,7 @@ class ActionMaker:
         action.arguments = arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        """Return the variable for an argument of a synthetic event; create it if `name` is that of a field.
+        """Return the variable for a synthetic event's argument; if `name` is a field's, create the variable.
 
         `system` and `event_name`: group and name of the event in the argument; None if it names no event.
         `name`: name of a field, or `$` and the name of a variable.

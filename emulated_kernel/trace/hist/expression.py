@@ -56,7 +56,8 @@ class ExpressionParser:
 
         `flags`: Flag bits for the field. `variable`: name of the variable that the expression defines; None
         if it defines no variable.
-        Raises: KernelError EINVAL, ENOMEM (a field is not a number), EDOM (division by 0).
+        Raises: KernelError EINVAL (malformed, or a name is unknown), ENOMEM (see make_field()), EDOM
+        (division by 0).
         """
         if self._subexpressions > _SUBEXPRESSIONS_MAX:
             raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
@@ -152,7 +153,7 @@ class ExpressionParser:
     def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
         """Parse a constant, `[GROUP.EVENT.]$VARIABLE` or a field's name, and return the histogram's field.
 
-        Raises: KernelError EINVAL, ENOMEM.
+        Raises: KernelError EINVAL (malformed, or a name is unknown), ENOMEM (see make_field()).
         """
         if is_digit(text) and InterfaceRule.HIST_ARITHMETIC in self._variables.interface:
             try:
@@ -183,7 +184,7 @@ class ExpressionParser:
     def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
         """Parse a field's name and modifier, and return the event's field, the flags, and the bucket size.
 
-        The event's field is None for common_timestamp, common_cpu, common_comm and common_stacktrace. The
+        The event's field is None for common_timestamp, common_cpu, common_comm and the hit's call chain. The
         bucket size is 0 without the modifier `buckets`.
         Mirrors: parse_field (v6.1).
         """
@@ -254,7 +255,7 @@ class ExpressionParser:
         raise self._log.error(HistError.BAD_FIELD_MODIFIER, modifier)
 
     def _buckets(self, text: str) -> int:
-        """Parse the size of buckets, which is `=SIZE`, and return it.
+        """Parse `=SIZE`, which follows the modifier `buckets`, and return the size.
 
         As in Linux, the caret points at the part of the modifier that was not yet read.
         """

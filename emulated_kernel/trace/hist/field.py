@@ -92,7 +92,7 @@ _ANY_MODIFIER = reduce(operator.or_, MODIFIERS)
 
 
 class Operator(Enum):
-    """An operator of an expression. The value is the operator's text between the operands."""
+    """An operator of an expression. The value is the operator's text."""
 
     PLUS = "+"
     MINUS = "-"
@@ -166,7 +166,7 @@ class HistField:
 
     @property
     def value_type(self) -> ValueType:
-        """The type of the field's values, for the fields of synthetic events."""
+        """The type of the field's values, to be compared with that of a synthetic event's field."""
         return ValueType(self.type, self.size, self.is_signed, bool(self.flags & Flag.STACKTRACE))
 
     def number(self, hit: HistHit) -> int:
@@ -318,14 +318,14 @@ class FieldVariable:
 
 
 def set_variable(element: Element, variable: HistField, value: Value) -> None:
-    """Set the value of a variable in an element. A string is truncated to the variable's size."""
+    """Set the value of a variable in a map's element. A string is truncated to the variable's size."""
     if isinstance(value, bytes) and not variable.flags & Flag.STACKTRACE:
         value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
     element.variables[variable.index] = value
 
 
 def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
-    """Set variables in an element to the values that their fields have at a hit."""
+    """Set variables in a map's element to the values that their fields have at a hit."""
     for each in variables:
         set_variable(element, each.variable, each.value.value(hit))
 
@@ -408,8 +408,8 @@ def make_field(
 
     `source`: field of the event, or None for a field such as the hit count. `variable`: name of the variable
     that the new field defines; None if it defines no variable.
-    Raises: KernelError ENOMEM (the source field is an array of numbers, whose size is not 1, 2, 4 or 8
-    bytes).
+    Raises: KernelError ENOMEM (the source field is an array of numbers, and the array's size is not 1, 2, 4
+    or 8 bytes).
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)

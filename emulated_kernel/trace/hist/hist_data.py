@@ -1,4 +1,4 @@
-"""HistData, the data of a histogram: creation of the fields and the map, and counting of hits."""
+"""HistData, the data of a histogram: it creates the histogram's fields and map, and counts hits."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class HistData(Histogram):
     ) -> None:
         """Create a histogram without fields; build() adds them.
 
-        `removes` means that the command begins with `!`. Such a command may define variables that already
-        exist.
+        `removes`: whether the command begins with `!`, and so removes a histogram. If it does, it may define
+        variables that already exist.
         """
         super().__init__(triggers, file, log, attrs)
         self.system = system
@@ -88,7 +88,8 @@ class HistData(Histogram):
     def build(self) -> None:
         """Create the fields and the map from the attributes, after the actions have been parsed.
 
-        Raises: KernelError EINVAL, ENOMEM, EDOM.
+        Raises: KernelError EINVAL (an attribute is invalid), ENOMEM (a field is an array of numbers), EDOM
+        (division by 0), ENOENT (`nohitcount` without another value).
         """
         self.variables.definitions = parse_variables(self.attrs, self.log)
         self._build_values()
@@ -237,7 +238,10 @@ class HistData(Histogram):
     # Hits
 
     def count(self, hit: ProbeHit, entry: RawEntry) -> None:
-        """Count a hit, unless a variable that the histogram needs is not set.
+        """Count a hit, and run the histogram's actions.
+
+        If a variable of another histogram is needed but not set, do nothing. If one of the histogram's own is
+        needed but not set, count the hit, but run no actions.
 
         Mirrors: event_hist_trigger (v6.1).
         """
@@ -265,11 +269,11 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Store the values of the variables that the histogram refers to in the list `values`; return True.
+        """Store in `values` the value of each variable that the histogram refers to, and return True.
 
-        If a variable is not set, return False. `own`: whether to read only the histogram's own variables;
-        otherwise only those of other histograms are read, and those whose reference has `read_once` are then
-        unset. `key`: key of the elements that hold the variables.
+        If one is not set, return False. `key`: key of the elements that hold the variables. `own`: if True,
+        read only the histogram's own variables. If False, read only those of other histograms, and unset each
+        one whose reference has `read_once`.
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
@@ -297,7 +301,7 @@ class HistData(Histogram):
 
 
 def _has_variables(each: HistField, level: int = 0) -> bool:
-    """Return True if a field or its operands are variables or references.
+    """Return True if a field or one of its operands is a variable, or a reference to a variable.
 
     `level`: nesting depth of the field. As in Linux, operands nested deeper than 3 are ignored.
     Mirrors: field_has_hist_vars (v6.1).
@@ -310,11 +314,10 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
 
 
 def _rank(part: HistField, key: bytes) -> int:
-    """Return the rank of the element with the key `key`, for sorting by the part `part` of the key.
+    """Return the number by which an element is sorted, if `part` of its key `key` is the sort key.
 
-    Strings are ranked by their bytes.
-
-    As in Linux, all stack traces have the same rank, and so have all values of `common_comm`.
+    Strings are ordered by their bytes. As in Linux, the number is 0 for all stack traces and for all values
+    of `common_comm`.
     """
     if part.flags & Flag.STACKTRACE or (part.flags & Flag.COMM and part.field is None):
         return 0

@@ -8,7 +8,7 @@ from emulated_kernel.trace.text.numbers import is_digit
 
 
 def find_operator(text: str, interface: Interface) -> tuple[Operator, int] | None:
-    """Return the operator at which an expression is split, and its position; None if it has no operator.
+    """Return the operator at which an expression is split, and its index in `text`; None without one.
 
     An expression is split at its last operator of the lowest precedence. In versions without
     InterfaceRule.HIST_ARITHMETIC, it is split at its first `+` or `-`.
@@ -36,10 +36,10 @@ def find_operator(text: str, interface: Interface) -> tuple[Operator, int] | Non
 
 
 def leftmost_operand(text: str, interface: Interface) -> str:
-    """Return the part of a variable's expression that is inserted for `$NAME` later in the same command.
+    """Return the part of a variable's expression `text` for which `$NAME` stands later in the same command.
 
     As in Linux, only the text before the first operator is left after parsing, so with `a=x-y,b=$a` the value
-    of b is x. Parsing also cuts the text at the dots of GROUP.EVENT.$NAME.
+    of b is x. Parsing also cuts GROUP.EVENT.$NAME at its dots, so that only GROUP remains.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     # Not recursive: a text may have thousands of operators.

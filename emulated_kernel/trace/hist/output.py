@@ -37,7 +37,7 @@ def command_text(data: HistData) -> str:
 
 
 def _chain_name(key: HistField) -> str:
-    """Return the name of a key that is a call chain."""
+    """Return the name under which a key that is a call chain is shown."""
     if key.field is not None:
         return f"{key.field.name}.stacktrace"
     return key.full_name() or key.owner.chain_name or "stacktrace"
@@ -63,12 +63,10 @@ class HistPrinter:
         ]
 
     def records(self, line: str) -> Iterator[str]:
-        """Yield the histogram's text in the hist file, one part for each entry.
+        """Yield the histogram's text in the hist file: its head, one part for each element, and the totals.
 
-        The elements are sorted first: PAUSE is yielded after each step of the sort.
-
-        While the generator is suspended, hits may be counted. `line` is the trigger's line in the trigger
-        file.
+        The elements are sorted first, and PAUSE is yielded after each step of the sort. While the generator
+        is suspended, hits may be counted. `line`: the trigger's line in the trigger file.
         Mirrors: hist_trigger_show (v6.1).
         """
         sorting = self._data.elements()
@@ -91,7 +89,7 @@ class HistPrinter:
 
     @staticmethod
     def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
-        """Return the value of a column that is shown as 100 %: for percent the sum, for graph the maximum.
+        """Return the value that a column shows as 100 %: the sum of all for percent, the maximum for graph.
 
         `index`: index of the column in Element.sums. Return 0 for columns with other modifiers.
         """
@@ -209,8 +207,10 @@ def _padded(data: bytes, size: int) -> str:
 
 
 def _percentage(value: int, total: int) -> int | None:
-    """Return `value` as a share of `total`, in hundredths of a percent; None if it cannot be computed.
+    """Return `value` as a share of `total`, in hundredths of a percent; 0 if both are 0.
 
+    Return None if only `total` is 0. Also return None if `value` * 10000 needs more than 64 bits and `total`
+    is below 10000.
     Mirrors: __get_percentage (v6.1).
     """
     if total and value >= U64 // 10000:

@@ -27,7 +27,7 @@ class HistPoll:
         return sum(data.map.hits for data in hists_of(self._file))
 
     def shown(self) -> None:
-        """Note that a read has shown the histograms as they are now."""
+        """Remember that a read has shown all hits up to now."""
         self._shown = self._reported = self._hits()
 
     def poll(self, notify: Callable[[], None] | None) -> int:
@@ -35,8 +35,8 @@ class HistPoll:
 
         POLLIN: the last read did not show all hits. POLLPRI: there were hits since the last read and since
         the last call that returned POLLPRI.
-        `notify` is called once, at the next hit, in place of the function of the call before. If it is None,
-        that function stays.
+        `notify`: function to call once, at the next hit, in place of the one that an earlier call set. If it
+        is None, the earlier function stays set.
         """
         hits = self._hits()
         mask = select.POLLIN | select.POLLRDNORM if self._shown != hits else 0

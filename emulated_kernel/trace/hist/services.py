@@ -1,4 +1,4 @@
-"""Objects that histograms share: look-ups of an event's triggers, of variables, and of synthetic events."""
+"""What histograms share: look-ups of triggers, variables and synthetic events, and removed histograms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from emulated_kernel.util.fast_dataclass import dataclass, field
 from emulated_kernel.util.limits import Limit, Limits, MemoryBudget
 
 MAX_REMOVED = 100
-"""Maximum number of removed histograms that are recorded."""
+"""Maximum number of removed histograms about which a kernel keeps data; see RemovedHists."""
 
 
 class HistHolder(Trigger):
@@ -44,7 +44,7 @@ def hists_of(file: EventFile) -> Iterator[Histogram]:
 
 
 class PastHist(TypedDict):
-    """A histogram that exists or has existed."""
+    """Data about a histogram that exists or has existed."""
 
     array: str
     """Name of the trace array; "" for the top array."""
@@ -56,7 +56,7 @@ class PastHist(TypedDict):
 
 
 def past_hist(holder: HistHolder) -> PastHist:
-    """Return the data about the histogram of `holder`, which has not been removed yet."""
+    """Return data about the histogram of a trigger. Precondition: the trigger has not been released."""
     event = holder.file.event
     return {
         "array": holder.file.recorder.name,
@@ -67,14 +67,14 @@ def past_hist(holder: HistHolder) -> PastHist:
 
 
 class RemovedHists:
-    """Histograms that were removed or cleared; hints to users about histograms are made from them.
+    """Data about histograms that were removed or cleared, from which hints to users are made.
 
     Linux keeps no such data.
     """
 
     def __init__(self) -> None:
         self._hists: dict[tuple[str, str, str], PastHist] = {}
-        """Trace array, event and trigger -> the removed histogram with the most hits."""
+        """Trace array, event and trigger's line -> the removed or cleared histogram with the most hits."""
         self.has_forgotten = False
         """Whether a removed histogram was not recorded, because MAX_REMOVED others were recorded before."""
 
@@ -82,7 +82,7 @@ class RemovedHists:
         return iter(tuple(self._hists.values()))
 
     def note(self, holder: HistHolder) -> None:
-        """Record a histogram before it is removed or cleared."""
+        """Record the histogram of a trigger, before the histogram is removed or cleared."""
         hist = past_hist(holder)
         key = hist["array"], hist["event"], hist["trigger"]
         known = self._hists.get(key)
@@ -94,7 +94,7 @@ class RemovedHists:
 
 @dataclass
 class HistServices:
-    """Objects that all histograms of a kernel share: events, memory budget, and histograms with variables."""
+    """Objects that all histograms of a kernel share, such as the events and the memory budget."""
 
     registry: EventRegistry
     syscall_name: Callable[[int], str | None]

@@ -92,16 +92,20 @@ class TracingMap:
         self._elements: dict[bytes, Element] = {}
 
     def add_variable(self) -> int:
-        """Return the index of a new variable. Raises: KernelError EINVAL (there are 16 already)."""
+        """Reserve room for a variable, and return its index.
+
+        Raises: KernelError EINVAL (there are 16 already).
+        """
         if self.variable_count == VARS_MAX:
             raise KernelError(errno.EINVAL, f"histogram: more than {VARS_MAX} variables")
         self.variable_count += 1
         return self.variable_count - 1
 
     def insert(self, key: bytes, comm: bytes) -> Element | None:
-        """Return the element of `key` and count a hit; create the element for the task `comm` if necessary.
+        """Count a hit of `key`, and return the key's element, which is created if there is none.
 
-        If the map is full, or the budget has no room for a new element, count a drop and return None.
+        `comm`: name of the current task, for a new element. If the map is full, or the budget has no room for
+        a new element, count a drop instead, and return None.
         """
         element = self._elements.get(key)
         if element is None:
@@ -121,7 +125,7 @@ class TracingMap:
         return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
 
     def clear(self) -> None:
-        """Remove all elements, and set all counts to 0."""
+        """Remove all elements, and set the counts of hits and drops to 0."""
         self._elements.clear()
         self.hits = 0
         self.drops = 0
@@ -145,7 +149,10 @@ class TracingMap:
         return True
 
     def allocate(self) -> None:
-        """Charge the map without elements to the budget. Raises: KernelError ENOMEM."""
+        """Charge the size of the empty map to the budget.
+
+        Raises: KernelError ENOMEM (the budget has no room).
+        """
         if not self._charge(HIST_SIZE):
             raise KernelError(
                 errno.ENOMEM, "histogram: hist_bytes or user_hist_bytes is reached; remove others"
@@ -153,7 +160,7 @@ class TracingMap:
         self._own_charge = HIST_SIZE
 
     def release(self) -> None:
-        """Return all bytes of the map to the budget. No hit may be counted in the map afterwards."""
+        """Give all charged bytes back to the budget. No hit may be counted in the map afterwards."""
         self._memory.give_back(self._charged, self._user)
         self._charged = 0
         self._own_charge = 0
@@ -161,9 +168,9 @@ class TracingMap:
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
         """Sort all elements in ascending order of the numbers that `primary` returns for them.
 
-        Elements with equal numbers are sorted again by each function of `secondary`. Before the sort, all
-        elements are in the byte order of their keys. The sort is Linux's heap sort, which is not stable, so
-        elements that are equal in all numbers have the same order as in Linux.
+        Elements with equal numbers are sorted by the numbers of the function in `secondary`. Before the sort,
+        all elements are in the byte order of their keys. The sort is Linux's heap sort, which is not stable,
+        so elements that are equal in all numbers have the same order as in Linux.
         The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
         add elements while the generator is suspended; the list does not contain them. The numbers for a sort
         are computed before it starts, so later changes of an element do not affect this sort.

@@ -95,7 +95,9 @@ class HistCommand(TriggerCommand):
         """Add, change or remove a histogram: execute a command that was written to a trigger file.
 
         `rest`: the text after `hist:`. `removes`: whether the command begins with `!`.
-        Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, any error of parse_filter().
+        Raises: KernelError EEXIST (the histogram exists), ENOENT (no histogram to continue or clear), EBUSY
+        (another histogram uses the variables), ENOMEM (the memory budget has no room), EPERM (the event
+        cannot be enabled), any error of HistData.build(), ActionMaker.create() and parse_filter().
         """
         if rest is None:
             raise KernelError(errno.EINVAL, "histogram: keys are missing; add keys=FIELD")
@@ -264,7 +266,10 @@ class HistCommand(TriggerCommand):
             self._discard(trigger.data)
 
     def _discard(self, data: HistData) -> None:
-        """Release a histogram's actions and variables, and the histograms created for it on other events."""
+        """Release a histogram's map, actions and variables.
+
+        Also remove the histograms that were created for it on other events.
+        """
         self.system.remove_variables(data)
         data.map.release()
         for action in data.actions:
@@ -281,8 +286,8 @@ class HistCommand(TriggerCommand):
     ) -> HistTrigger | None:
         """Return the event's trigger with a histogram equivalent to that of `trigger`; None if there is none.
 
-        `shared`: the trigger that owns the data with the name of `trigger`. If it is not None, only
-        triggers with these data count; if it is None, only triggers without a name count.
+        `shared`: the trigger that owns the data with the name of `trigger`. If it is not None, compare only
+        with triggers that use these data; if it is None, only with triggers without a name.
         """
         identity = _identity(trigger)
         wanted = hash(identity)

@@ -13,7 +13,7 @@ _PRINTABLE = range(0x20, 0x7F)
 
 
 def fields_text(event: TraceEvent, payload: bytes, symbols: KernelSymbols, *, shows_symbols: bool) -> str:
-    """Return `EVENT: FIELD=VALUE FIELD=VALUE` for a record.
+    """Return `EVENT: FIELD=VALUE FIELD=VALUE` for a record. `payload`: its data after the common fields.
 
     If `shows_symbols` is set, show words of 64 bits as symbols, and add the bytes of strings that have
     unprintable characters.
@@ -84,7 +84,10 @@ def _string(data: bytes) -> str:
 
 
 def _dynamic_string(data: bytes, *, shows_bytes: bool) -> str:
-    """Return the string `data` as text. With `shows_bytes`, add all bytes if some are not printable."""
+    """Return the string `data` as text.
+
+    If `shows_bytes` is True and some bytes are not printable, show these as `.`, and append all bytes in hex.
+    """
     if not shows_bytes or all(byte in _PRINTABLE for byte in data if byte):
         return _string(data)
     text = "".join(chr(byte) if byte in _PRINTABLE else "." for byte in data)

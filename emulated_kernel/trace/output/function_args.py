@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from emulated_kernel.image.linux.btf import Btf, Member
 
 COUNT = 6
-"""Number of words in a record of a call with arguments. Mirrors: FTRACE_REGS_MAX_ARGS (v7.2)."""
+"""Number of words that a call's record has for arguments, if it has any.
+
+Mirrors: FTRACE_REGS_MAX_ARGS (v7.2).
+"""
 
 
 class FunctionArgs:
@@ -23,7 +26,7 @@ class FunctionArgs:
     """
 
     def __init__(self, symbols: KernelSymbols, types: Callable[[], Btf | None], word_size: int) -> None:
-        """Store the sources of names and types, and the word size in bytes.
+        """Create a printer for a kernel with words of `word_size` bytes.
 
         `types` returns the kernel's BTF, or None if the kernel has none.
         """
@@ -32,7 +35,9 @@ class FunctionArgs:
         self._word = word_size
 
     def text(self, func: int, payload: bytes) -> str:
-        """Return the arguments of `func` in parentheses. `payload`: the arguments' words in the record.
+        """Return the arguments of the function at the address `func`, in parentheses.
+
+        `payload`: the arguments' words in the record.
 
         Return "()" for a function without parameters or one that is not in the BTF, and "" if the record has
         no words for arguments.

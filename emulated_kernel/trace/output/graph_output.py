@@ -111,15 +111,19 @@ class GraphPrinter:
         self.cpus = [_CpuState() for _ in range(cpus)]
 
     def prints(self, record: bytes) -> bool:
-        """Return True if a call graph shows the record as a call, as a return, or as a comment."""
+        """Return True if a call graph shows the record as a call, a return or a comment.
+
+        Return False if the graph shows it as a line of its own, outside of the tree: records of the function
+        tracer and stack traces.
+        """
         return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
 
     def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
         """Return the lines of a record.
 
-        Return "" for the return of a leaf function, because the line of its call shows it. `following` is the
-        data of the CPU's next record, or None if there is no later record. `formatter` holds the trace
-        options, and prints comments.
+        Return "" for the return of a leaf function, because the line of its call shows it. `following`: data
+        of the CPU's next record. It is None if there is none, or if the caller does not know it because a
+        record of another CPU comes first. `formatter` holds the trace options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
@@ -144,7 +148,7 @@ class _GraphLine:
         self._records = GraphRecords(formatter.style.word_size, has_args=printer.has_args)
 
     def entered(self, following: bytes | None) -> str:
-        """Return the lines of a call. `following`: data of the CPU's next record, or None without one.
+        """Return the lines of a call. `following`: see GraphPrinter.line().
 
         Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1).
         """

@@ -32,11 +32,11 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 SEQ_SIZE = 4095
-"""Maximum size in bytes of a line, and of a read of trace_pipe."""
+"""Maximum size in bytes of a line, and of a read of trace_pipe, before Linux 6.12."""
 LONG_SEQ_SIZE = 8155
 """SEQ_SIZE of Linux 6.12. Mirrors: include/linux/trace_seq.h:TRACE_SEQ_BUFFER_SIZE (v6.12)."""
 TOO_BIG = "[LINE TOO BIG]\n"
-"""Text that replaces the part of a line that does not fit."""
+"""Text that is shown in place of a record's own text if the line would be too long."""
 
 _WORDLESS = TraceOption.BIN | TraceOption.HEX | TraceOption.RAW
 _BINARY_CONTEXT = Struct("<iiQ")
@@ -117,7 +117,7 @@ def _irq_level(flags: int) -> str:
 
 
 def find_mark(nanoseconds: int) -> str:
-    """Return the character that marks the length of a delay.
+    """Return the character that marks a delay: from `+` for over 10 us to `$` for over 1 s, else a space.
 
     Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1).
     """
@@ -140,13 +140,13 @@ class LineFormatter:
         limit: int = SEQ_SIZE,
         columns: FlagColumns = DEFAULT_COLUMNS,
     ) -> None:
-        """Prepare printing in the format that the trace options `flags` select.
+        """Create a printer of lines in the format that the trace options `flags` select.
 
-        `find_event` maps the type of an entry to its event. `in_ns`: whether the trace clock counts
-        nanoseconds; otherwise times are shown as plain numbers. `time_start` is the time from which times are
-        counted with the option latency-format. `shows_symbols` means that option fields shows words of 64
-        bits as symbols; see fields_text(). `limit` is the maximum size of a line in bytes. `columns`
-        describes the columns of common_flags.
+        `find_event` maps the type of a record to its event, or to None if no event has the type. `in_ns`:
+        whether the trace clock counts nanoseconds; otherwise times are shown as plain numbers. `time_start`:
+        time from which times are counted with the option latency-format. `shows_symbols`: whether the option
+        fields shows words of 64 bits as symbols; see fields_text(). `limit`: maximum size of a line in bytes.
+        `columns` describes the columns of common_flags.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -173,7 +173,7 @@ class LineFormatter:
         return self._print(entry, next_time, index)
 
     def comment(self, entry: TimedRecord) -> str:
-        """Return the text of a record as a comment in a call graph, without task, CPU and time."""
+        """Return the text of a record for a comment in a call graph, without task, CPU and time."""
         if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._body(entry)

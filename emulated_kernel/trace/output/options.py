@@ -124,7 +124,7 @@ class TraceOptions:
         printk: Callable[[str], None],
         tracer_changed: Callable[[str], None],
     ) -> None:
-        """Start with the default options.
+        """Create the options of a trace array, with the default values.
 
         `changed` is called when an option of the trace array itself changes. `tracer_changed` is called
         with the name of a tracer's option that changes. `tracers` returns the names of the registered
@@ -146,14 +146,14 @@ class TraceOptions:
         self._tracer_changed = tracer_changed
 
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
-        """Return the names of all options, or only of the options for which an instance has files."""
+        """Return the names of all options, or of those with files in an instance if `instance` is True."""
         hidden = TOP_LEVEL_OPTIONS if instance else TraceOption(0)
         own = (name for name, option in self._own.items() if option not in hidden)
         others = () if instance else self.of_tracers.others
         return (*own, *self.of_tracers.names(self._tracers()), *others)
 
     def get(self, name: str) -> bool:
-        """Return True if an option is on. Raises: KernelError EINVAL (an unknown name)."""
+        """Return True if the option `name` is on. Raises: KernelError EINVAL (an unknown name)."""
         if option := self._own.get(name):
             return option in self.flags
         if name not in (*self.of_tracers.names(self._tracers()), *self.of_tracers.others):
@@ -161,9 +161,10 @@ class TraceOptions:
         return self.of_tracers.is_on(name)
 
     def set(self, name: str, value: int) -> None:
-        """Switch an option on (1) or off (0).
+        """Switch the option `name` on (1) or off (0).
 
-        Raises: KernelError EINVAL (an unknown name, a value other than 0 and 1, or the tracer refuses).
+        Raises: KernelError EINVAL (an unknown name, a value other than 0 and 1, the tracer refuses, or
+        trace_printk() would have no destination).
         Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1).
         """
         if value not in (0, 1):
@@ -182,7 +183,7 @@ class TraceOptions:
     def _move_printk(self, *, here: bool) -> None:
         """Direct trace_printk() to this trace array if `here` is set, else to the top trace array.
 
-        Raises: KernelError EINVAL (the top array gets trace_printk(), and only an instance can take it over).
+        Raises: KernelError EINVAL (trace_printk() is already directed to the top array, and would stay so).
         Mirrors: kernel/trace/trace.c:set_tracer_flag (v6.12).
         """
         top, *others = self.printk_dest
@@ -195,7 +196,10 @@ class TraceOptions:
         self.printk_dest[1:] = [] if new is top else [new]
 
     def leave_printk(self) -> None:
-        """Direct trace_printk() to the top array if it is directed to this array, which is being removed."""
+        """Direct trace_printk() to the top array if it is directed to this one.
+
+        This method is called before this array is removed.
+        """
         if self in self.printk_dest[1:]:
             self._move_printk(here=False)
 
@@ -220,8 +224,8 @@ class TraceOptions:
         """Execute one write to trace_options, and return the number of bytes taken.
 
         `data` is a name, or "no" and a name. Options of tracers other than the current one are refused.
-        Raises: KernelError EINVAL (too long, an unknown name, or the tracer refuses). Mirrors:
-        kernel/trace/trace.c:tracing_trace_options_write (v6.1)
+        Raises: KernelError EINVAL (64 bytes or more, an unknown name, or the tracer refuses).
+        Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1).
         """
         if len(data) >= _WRITE_LIMIT:
             raise KernelError(

@@ -152,11 +152,11 @@ def trace_lines(
     annotate: bool,
     later: Callable[[], Iterator[TimedRecord]] | None = None,
 ) -> Iterator[str]:
-    """Yield the text of each record. `graph` prints records as a call graph, or is None for plain lines.
+    """Yield the text of each record: as a call graph that `graph` prints, or in plain lines if it is None.
 
-    `later`: returns the records that were written since the last look. If it is given, the iterator has no
-    end: it yields END after the present records, then the later records and END again, and so on. If it is
-    None, the iterator ends after the present records.
+    `later`: function that returns the records that were written after those of `entries` and of its earlier
+    calls. If it is given, the iterator has no end: it yields END after `entries`, then the later records and
+    END again, and so on. If it is None, the iterator ends after `entries`.
 
     If `annotate` and the formatter's options allow it, the line "CPU N buffer started" precedes the first
     record of each CPU. There is no such line for the CPU of the file's first record.

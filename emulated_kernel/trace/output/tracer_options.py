@@ -22,7 +22,7 @@ class FunctionOption(StrEnum):
     STACK_TRACE = "func_stack_trace"
     NO_REPEATS = "func-no-repeats"
     ARGS = "func-args"
-    """Whether records of calls have the functions' arguments; the option exists since Linux 6.16."""
+    """Option that adds the functions' arguments to records of calls; it exists since Linux 6.16."""
 
 
 class GraphOption(StrEnum):
@@ -40,13 +40,13 @@ class GraphOption(StrEnum):
     IRQS = "funcgraph-irqs"
     TAIL = "funcgraph-tail"
     ARGS = "funcgraph-args"
-    """Whether records of calls have the functions' arguments; the option exists since Linux 6.16."""
+    """Option that adds the functions' arguments to records of calls; it exists since Linux 6.16."""
     SLEEP_TIME = "sleep-time"
     GRAPH_TIME = "graph-time"
 
 
 BLK_CLASSIC = "blk_classic"
-"""Name of the option of the blk tracer that also switches the trace option context-info.
+"""Name of an option of the blk tracer; switching it on or off does the reverse with context-info.
 
 Mirrors: kernel/trace/blktrace.c:blk_tracer_set_flag (v6.1).
 """
@@ -75,10 +75,11 @@ class TracerOptions:
     def __init__(
         self, others: Mapping[str, Mapping[str, bool]] | None = None, *, has_args: bool = False
     ) -> None:
-        """Set each option to its value at boot.
+        """Create the options, with their values at boot.
 
         `others`: tracers that have options but can't be selected: name -> option -> value at boot.
-        `has_args`: whether records of calls can have the arguments of functions.
+        `has_args`: whether records of calls can have the arguments of functions; if not, the options for that
+        do not exist.
         """
         self.has_args = has_args
         self._on: set[str] = set(_ON_AT_BOOT)
@@ -100,7 +101,10 @@ class TracerOptions:
         return name in self._on
 
     def switch(self, name: str, *, on: bool) -> None:
-        """Switch the option `name` on or off. Raises: KernelError EINVAL (the tracer refuses)."""
+        """Switch the option `name` on or off.
+
+        Raises: KernelError EINVAL (the tracer refuses, or another option that is on excludes it).
+        """
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, f"{name}: the nop tracer refuses this option")
         if on and name in tuple(FunctionOption):

@@ -86,7 +86,7 @@ class ProbeDefinition:
     maxactive: int
     args: tuple[ProbeArg, ...]
     captured: tuple[int, ...] = ()
-    """Numbers of the function arguments that a return probe stores at the entry and records at the return."""
+    """Numbers, from 0, of the arguments that a return probe stores at the entry to record at the return."""
 
 
 def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
@@ -97,7 +97,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """The kernel's symbols, types and entries of functions, for the parser of definitions."""
+    """What the parser of definitions needs of the kernel: symbols, BTF types, and entries of functions."""
 
     arch: Arch
     symbols: KernelSymbols
@@ -114,8 +114,9 @@ def parse_definition(
     """Parse `argv`, the words of a command; return None if it may be for another kind of event.
 
     `letters` are the allowed first letters; they include `j` if the kernel has jprobes.
-    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG (logged, except in 6.1 for a wrong type
-    of `$comm`).
+    Raises: KernelError EINVAL (malformed), ENOENT (an unknown symbol or parameter), EADDRNOTAVAIL (the symbol
+    is not unique), ERANGE (a number is too large), E2BIG (too many or too long arguments), EOPNOTSUPP (an
+    argument needs BTF, and the kernel has none). All are logged, except in 6.1 a wrong type of `$comm`.
     Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1, v6.12).
     """
     if len(argv) < 2 or argv[0][0] not in letters:
@@ -209,9 +210,10 @@ def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
 def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None:
     """Check that the symbol of a place exists and is unique, if this version of Linux does so in the parser.
 
-    Without InterfaceRule.SYMBOLS_COUNTED, do nothing. A symbol of a module may be unknown, because the
-    module may be loaded later.
-    Raises: KernelError EINVAL, EADDRNOTAVAIL, ENOENT (logged).
+    Without InterfaceRule.SYMBOLS_COUNTED, do nothing. A symbol of a module may be unknown, because the module
+    may be loaded later.
+    Raises: KernelError EADDRNOTAVAIL (not unique) or ENOENT (unknown), or EINVAL for both, depending on the
+    version; logged.
     Mirrors: kernel/trace/trace_kprobe.c:validate_probe_symbol (v6.12).
     """
     rules = kernel.interface.rules
@@ -234,7 +236,7 @@ def check_symbol(symbol: str, kernel: ProbedSymbols, log: TraceProbeLog) -> None
 def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     """Split `SYM`, `SYM+N` or `SYM-N` at the first sign, and return the symbol and the offset.
 
-    Raises: KernelError EINVAL, ERANGE (the offset is not a valid number).
+    Raises: KernelError EINVAL (N is no number), ERANGE (N does not fit in `bits` bits).
     Mirrors: traceprobe_split_symbol_offset (v6.1).
     """
     symbol = text.partition("+")[0].partition("-")[0]
@@ -255,7 +257,7 @@ def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: in
 
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
-    """Return `arg` with its `@symbol` replaced by an address, or unchanged if it has no symbol.
+    """Return `arg` with its `@symbol` replaced by an address; without a symbol, return `arg` itself.
 
     Raises: KernelError ENOENT (no such symbol). Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg
     (v6.1).
@@ -277,7 +279,7 @@ def parse_event_name(
     """Parse [GRP/][EVENT], and return group and event. Since Linux 6.1, a dot may replace the slash.
 
     `group` is the default group, and `offset` the column of `text`. The event is "" if only a group is given.
-    Raises: KernelError EINVAL (logged).
+    Raises: KernelError EINVAL (a name is missing, too long, or not allowed; logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v5.10, v6.1).
     """
     event = text

@@ -53,7 +53,7 @@ def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[
 
 
 class DynEvent(ABC):
-    """Interface of a dynamic event: an item of the list of dynamic events, which is shown as one line.
+    """Interface of a dynamic event, which dynamic_events shows as one line.
 
     Mirrors: kernel/trace/trace_dynevent.h (v6.1).
     """
@@ -77,7 +77,8 @@ class DynEvent(ABC):
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
         """Return True if a command that removes events matches this event.
 
-        `words` are the place and the arguments in the command. `group` is None if the command has no group.
+        `group` is None, and `event` is "", if the command names none. `words` are the place and the arguments
+        in the command.
         """
 
     @abstractmethod
@@ -97,9 +98,9 @@ class DynEventList:
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
         self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
-        """Name -> the event of this name, or a dict if a second event has had the name.
+        """Name -> its event; or a dict, once two events have had the name.
 
-        The keys of the dict are the events, oldest first.
+        The keys of the dict are the events with the name, oldest first.
         """
 
     def __iter__(self) -> Iterator[DynEvent]:
@@ -171,10 +172,10 @@ class EventKind(ABC, Generic[D]):
 
     @abstractmethod
     def create(self, command: str) -> bool:
-        """Create an event from a command without its newline.
+        """Create an event from a command, which has no newline, and return True.
 
-        Return False if the command is for another kind of events.
-        Raises: KernelError. If the command is wrong, the error is logged in error_log.
+        Return False if the command is for another kind of events. Raises: KernelError (the event cannot be
+        created). An error in the command is also written to error_log.
         """
 
     def write(self, data: bytes) -> int:
@@ -204,7 +205,10 @@ class EventKind(ABC, Generic[D]):
         release_all(list(self._own))
 
     def _check_capacity(self) -> None:
-        """Check the limit on dynamic events before one is created. Raises: KernelError ENOSPC (logged)."""
+        """Check that the limit on dynamic events allows one more.
+
+        Raises: KernelError ENOSPC (it does not; also written to the kernel's log).
+        """
         try:
             self._limits.check(Limit.PROBES, len(self._listed))
         except KernelError as error:

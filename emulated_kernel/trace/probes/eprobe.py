@@ -42,7 +42,10 @@ EPROBE_EVENT_SYSTEM = "eprobes"
 
 
 class EprobeTrigger(Trigger):
-    """The hidden trigger by which an event probe receives the entries of its target event."""
+    """The trigger by which an event probe receives the entries of its target event.
+
+    Trigger files do not show it.
+    """
 
     kind = TriggerKind.EVENT_PROBE
     wants_entry = True
@@ -133,7 +136,7 @@ class Eprobe(TraceProbe):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Return the value of the field `name` in an entry of the target event.
+        """Return the value of the field `name` in an entry of the target event; for a string, its address.
 
         Mirrors: get_event_field (v6.1).
         """
@@ -172,7 +175,9 @@ class EventProbes(ProbeKind[Eprobe]):
         """Create an event probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`.
 
         Return False if the command is for another kind of event.
-        Raises: KernelError EINVAL, ENODEV (no such event), ENOENT (no such field or symbol), EEXIST, E2BIG.
+        Raises: KernelError EINVAL (malformed), ENODEV (no such target), ENOENT (no such field or symbol),
+        EEXIST (the new event's name is taken), E2BIG (too many or too long arguments), ENOSPC (the limit on
+        dynamic events is reached).
         """
         argv = argv_split(command)
         if len(argv) < 2 or not argv[0].startswith("e"):
@@ -241,7 +246,7 @@ class EventProbes(ProbeKind[Eprobe]):
     def _find_target(self, group: str, name: str) -> TraceEvent | None:
         """Return the event `group`:`name` if it can be the target of an event probe, else None.
 
-        A target must be able to be enabled, and must not belong to a kprobe, an fprobe or an event probe.
+        A target is an event that can be enabled. It must not belong to a kprobe, an fprobe or an event probe.
         Mirrors: find_and_get_event (v6.1).
         """
         found = self.registry.find(group, name)
@@ -251,7 +256,8 @@ class EventProbes(ProbeKind[Eprobe]):
     def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: TraceProbeLog) -> EventFilter:
         """Parse the filter of a command: `words` after `if`, which test fields of the target event.
 
-        Raises: KernelError EINVAL (logged). Mirrors: trace_eprobe_parse_filter (v6.1).
+        Raises: KernelError EINVAL (no words, or malformed; logged).
+        Mirrors: trace_eprobe_parse_filter (v6.1).
         """
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
@@ -265,7 +271,8 @@ class EventProbes(ProbeKind[Eprobe]):
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
         """Check that an argument's field exists, and return the argument with an address for its `@symbol`.
 
-        `$comm` need not be a field.
+        If the target has no field for `$comm`, the argument is the current task's name. Raises: KernelError
+        ENOENT (no such field or symbol).
         Mirrors: trace_eprobe_tp_update_arg (v6.1).
         """
         load = arg.stages.load

@@ -169,8 +169,9 @@ class TraceFprobe(TraceKprobe):
     def more_count(self) -> int:
         """Amount by which ftrace has increased the preempt count in records; see TraceKprobe.more_count.
 
-        At a return, both the trampoline's handler and ftrace's guard against recursion call
-        preempt_disable(). In some versions of Linux, there are two such calls at an entry as well.
+        It is 0 unless preemption is disabled twice. At a return, both the trampoline's handler and ftrace's
+        guard against recursion call preempt_disable(). In some versions of Linux, there are two such calls at
+        an entry as well.
         """
         has_two = self.place.is_return or InterfaceRule.FPROBE_ENTRY_COUNT in self.kind.interface
         return self.engine.disabled_once if has_two else 0
@@ -235,7 +236,11 @@ class TraceTprobe(TraceKprobe):
         return False
 
     def enable(self) -> None:
-        """Switch the tracepoint on, and probe its stub. Raises: errors of register_kprobe()."""
+        """Switch the tracepoint on, and probe its stub.
+
+        Do nothing if that is done already, or if the kernel has no such tracepoint. Raises: errors of
+        register_kprobe().
+        """
         point = self.kind.tracepoint(self.symbol)
         stub = None if point is None else point.stub
         if self._point is not None or point is None or stub is None:
@@ -269,10 +274,10 @@ class TraceTprobe(TraceKprobe):
         super().unregister()
 
     def _ignore(self, _payload: bytes, _hit: ProbeHit) -> None:
-        """Ignore a record of the tracepoint, which is switched on only so that the guest calls its stub."""
+        """Ignore a record of the tracepoint: the tracepoint is on only to make the guest call its stub."""
 
     def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
-        """Handle a call of the stub. The record's context is that of a function call, not of a breakpoint.
+        """Handle a call of the stub. Its record's flags are those of a function call, not of a breakpoint.
 
         `preempt_count`: amount that the tracepoint adds to preempt_count in Linux, but not in the guest.
         """
@@ -316,10 +321,10 @@ class FprobeEvents(KprobeEvents):
         points: Mapping[str, Tracepoint],
         called: ProbeHit,
     ) -> None:
-        """Start without events.
+        """Create a registry without events.
 
-        `points` maps GROUP:EVENT -> tracepoint of the kernel. `called` is the ProbeHit object that is reused
-        for all calls of tracepoints' stubs.
+        `points`: GROUP:EVENT -> tracepoint of the kernel. `called`: the ProbeHit object that is reused for
+        all calls of tracepoints' stubs.
         """
         super().__init__(engine, commands)
         self._points = points
@@ -339,7 +344,9 @@ class FprobeEvents(KprobeEvents):
         The commands are `f[N][:[GRP/][EVENT]] SYMBOL[%return] [FETCHARGS]` and
         `t[:[GRP/][EVENT]] TRACEPOINT [FETCHARGS]`. SYMBOL may be a glob, whose functions are looked up when
         the probe is registered.
-        Raises: KernelError EINVAL, ENOENT, EOPNOTSUPP, E2BIG (logged).
+        Raises: KernelError EINVAL (malformed), ENOENT (an unknown parameter), EOPNOTSUPP (an argument needs
+        BTF, and the kernel has none), ERANGE (a number is too large), E2BIG (too many or too long arguments);
+        all are logged.
         Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.12).
         """
         has_points = InterfaceRule.TRACEPOINT_EVENTS in self.interface
@@ -392,7 +399,8 @@ class FprobeEvents(KprobeEvents):
     def _maxactive(self, head: str, log: TraceProbeLog) -> int:
         """Return maxactive, the number after the letter `f` of a command, or 0 if there is no number.
 
-        Raises: KernelError EINVAL (logged).
+        Raises: KernelError EINVAL (0, malformed, too large, or not accepted by this version of Linux;
+        logged).
         """
         if InterfaceRule.FPROBE_WITHOUT_MAXACTIVE in self.interface:
             if head[1:2] not in ("", ":"):
@@ -404,7 +412,7 @@ class FprobeEvents(KprobeEvents):
 def _check_tracepoint(name: str, words: Sequence[str], log: TraceProbeLog) -> None:
     """Check the tracepoint's name and the arguments `words` of a command that begins with `t`.
 
-    Raises: KernelError EINVAL (logged).
+    Raises: KernelError EINVAL (a wrong character in the name, or an argument has `$retval`; logged).
     Mirrors: kernel/trace/trace_fprobe.c:parse_symbol_and_return (v6.12).
     """
     wrong = re.search(rf"[^_{ALNUM}]", name)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from emulated_kernel.machine.machine import Machine
 
 HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""Entry kind -> number of hits in a round, so many that the cost of entering the guest is negligible."""
+"""Entry kind (how a hit enters the handler) -> number of hits in a round.
+
+They are so many that the cost of entering the guest is negligible.
+"""
 ROUNDS = 7
 MOST_TRAPS = 2
 """Maximum number of traps that a hit may cause if HandlerCosts is to measure its cost."""
@@ -70,11 +73,12 @@ class HandlerCosts:
     def median_ns(
         self, probe: TraceKprobe, head: AggrKprobe, way: EntryKind, *, steps: bool = False
     ) -> float | None:
-        """Return the CPU time of the host in nanoseconds that a hit takes, or None if it cannot be measured.
+        """Return the nanoseconds of the host's CPU time that a hit takes, or None if they cannot be measured.
 
-        `way`: how hits enter the handler. The cost of a hit by a breakpoint includes its trap. `steps`: the
-        cost also includes the trap after the single step of the probed instruction; by default it does not. A
-        copy of the handler is measured, with the registers of the last hit before the handler was compiled.
+        A copy of the handler of `probe` is measured, with the registers of the last hit before the handler
+        was compiled. `head`: the aggregator probe of the probed address. `way`: how hits enter the handler.
+        The cost of a hit by a breakpoint includes its trap. `steps`: whether the cost also includes the trap
+        after the single step of the probed instruction.
         """
         if head.sample is None or self._machine.is_running:
             return None
@@ -123,8 +127,8 @@ class HandlerCosts:
     def _put_step(self, step: int, ret: int, lead: int) -> int:
         """Write code at `step` that causes the trap at the end of a single step, and then continues at `ret`.
 
-        Return the address at which the trap is handled. `lead`: size in bytes of the code that sets the trap
-        flag for the step, or 0 if the step ends with a breakpoint.
+        Return the address of this trap. `lead`: size in bytes of the code that sets the trap flag for the
+        step, or 0 if the step ends with a breakpoint.
         """
         machine = self._machine
         if not lead:

@@ -63,7 +63,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.own(self.registry.find(group, name))
 
     def own(self, event: TraceEvent | None) -> KprobeTraceEvent | None:
-        """Return `event` if it is an event of this kind, or an event without probes; else None."""
+        """Return `event` if it is a kprobe event of this kind, or one without probes; else None."""
         if not isinstance(event, KprobeTraceEvent):
             return None
         kind = event.kind
@@ -116,7 +116,8 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def _insert(self, probe: TraceKprobe) -> None:
         """Register a probe and add it to the list.
 
-        If the probed place may exist after a module is loaded, add the probe without registering it.
+        If registering fails with ENOENT, but the place may exist after a module is loaded, add the probe
+        nevertheless.
         """
         try:
             probe.register()
@@ -129,7 +130,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
     def module_coming(self, module: str) -> None:
         """Register the probes with places `MODULE:...` in a module that is being loaded.
 
-        Probes that were registered while the module was loaded before are registered again.
+        Probes that are still registered from an earlier load of the module are unregistered first.
         Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
         """
         registered = {}

@@ -11,9 +11,9 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 MAX_REMOVED = 100
-"""Maximum number of removed events that the history keeps, and of removed probes of an event.
+"""Maximum number of removed events in the history, and of places of an event's removed probes.
 
-Of older events and probes, only the number of hits is kept.
+Of older events and places, only the number of hits is kept.
 """
 
 
@@ -37,21 +37,24 @@ class PastEvent(TypedDict):
     filters: list[str]
     """The event's filters, now or at its removal."""
     off: bool
-    """Whether recording was off in all trace arrays of the event for the whole time while it was enabled."""
+    """Whether recording was off in all trace arrays of the event, whenever the event was enabled."""
 
 
 @dataclass(eq=False, slots=True)
 class _Enabled:
-    """Data about an event since it was first enabled. PastEvent describes the fields without a text."""
+    """Data about an event since it was first enabled. Fields without a text are as in PastEvent."""
 
     armed: bool = False
     unarmed: str = ""
     recording: bool = False
     off: bool = True
     off_since: dict[Recorder, int | None] = field(default_factory=dict)
-    """Trace array -> result of Recorder.off_since() when note() first found the event enabled there."""
+    """Trace array -> result of Recorder.off_since() when note() first found the event enabled there.
+
+    Only the trace arrays in which the event is enabled now are listed.
+    """
     removed: dict[str, int] = field(default_factory=dict)
-    """Place of a removed probe of the event -> number of the probe's hits."""
+    """Place of removed probes of the event -> number of their hits."""
     at_return: bool = False
     missed: int = 0
     """Number of missed hits of removed probes."""
@@ -74,7 +77,7 @@ class ProbeHistory:
         """Number of hits of the removed events beyond MAX_REMOVED, which the history no longer contains."""
 
     def note(self, events: Iterable[KprobeTraceEvent] | None = None) -> None:
-        """Record the state of each enabled event of `events`, and empty `off_since` of each disabled one.
+        """Record the present state of `events`; of a disabled event, only that it is disabled.
 
         By default, `events` are all present events that were enabled at an earlier call. This method is
         called after each change that may arm or disarm probes.
@@ -91,10 +94,10 @@ class ProbeHistory:
             _note_recording(event, known)
 
     def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str], missed: int) -> None:
-        """Record the removal of a probe of `event`; after the last probe, record the event as removed.
+        """Record the removal of `probe` from `event`; if it was the last one, also that of the event.
 
-        `filters`: texts of the event's filters before the removal. `missed`: number of the probe's missed
-        hits.
+        If the event was never enabled, do nothing. `filters`: texts of the event's filters before the
+        removal. `missed`: number of the probe's missed hits.
         """
         known = self._present.get(event)
         if known is None:
@@ -113,7 +116,7 @@ class ProbeHistory:
             self.forgotten_hits += self._removed.pop(0)["hits"]
 
     def events(self) -> Iterator[PastEvent]:
-        """Yield the events: first the removed ones, in order of their removal.
+        """Yield the history's events: the removed ones in order of their removal, then the present ones.
 
         Events may be enabled and removed while the caller iterates. Each event that was known at the first
         item is yielded once.

@@ -231,7 +231,7 @@ class TraceKprobe(TraceProbe):
         self.engine = engine
         self.maxactive = definition.maxactive
         self.captured = definition.captured
-        """Numbers of the function arguments that a return probe stores at a call's entry, to record later."""
+        """Numbers, from 0, of the arguments that a return probe stores at the entry, to record later."""
         self.address = 0
         """The probed address; 0 while the place does not exist (yet)."""
         self.handle: EventProbe | None = None
@@ -376,7 +376,7 @@ class TraceKprobe(TraceProbe):
     # kprobes are disarmed.
 
     def enable(self) -> None:
-        """Enable the probe in the engine, unless the probed code is gone.
+        """Enable the probe in the engine, unless it is not registered or the probed code is gone.
 
         Raises: errors of enable_kprobe().
         """
@@ -387,7 +387,7 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.enable_kprobe(self.handle)
 
     def disable(self) -> None:
-        """Disable the probe in the engine, unless the probed code is gone.
+        """Disable the probe in the engine, unless it is not registered or the probed code is gone.
 
         Raises: errors of disable_kprobe().
         """
@@ -395,7 +395,10 @@ class TraceKprobe(TraceProbe):
             self.engine.kprobes.disable_kprobe(self.handle)
 
     def handler_changed(self) -> None:
-        """Make the engine compile the handler again, because the event's recorders or filters changed."""
+        """Make the engine compile the handler again.
+
+        This method is called when the event's recorders or filters have changed.
+        """
         if self.handle is None or self.handle.is_gone:
             return
         if isinstance(self.handle, Kretprobe):
@@ -443,7 +446,7 @@ class TraceKprobe(TraceProbe):
         self.keep_arguments(instance.data, regs)
 
     def keep_arguments(self, data: memoryview, regs: Regs) -> None:
-        """Store the captured function arguments as words in the data of a call.
+        """Store the values of the function arguments `captured` as words in `data`, the data of a call.
 
         Mirrors: kernel/trace/trace_probe.c:store_trace_entry_data (v6.12).
         """
@@ -484,9 +487,10 @@ class TraceKprobe(TraceProbe):
         self.event.record(store(self.args, header, environment), hit)
 
     def emit(self, builder: ProgramBuilder, way: EntryKind) -> bool:
-        """Emit guest code that does the same as hit().
+        """Emit guest code that does the same as hit(), and return True.
 
-        If only Python can handle the event, emit nothing and return False.
+        If only Python can handle the event, emit nothing and return False. `way`: how a hit enters the
+        handler.
         """
         engine = self.engine
         if not self.address or engine.places is None:
@@ -512,8 +516,8 @@ class TraceKprobe(TraceProbe):
     def more_count(self) -> int:
         """Amount that Linux's handling of a hit adds to the preempt count in records of the probe.
 
-        Linux subtracts one preempt_disable() from the count. A return that is handled in the exception of a
-        breakpoint disables preemption twice: in the exception, and in the trampoline's handler.
+        It is 0 except for returns that are handled in the exception of a breakpoint. Such a return disables
+        preemption twice: in the exception, and in the trampoline's handler. Linux subtracts only one of them.
         Mirrors: arch/arm64/kernel/debug-monitors.c:brk_handler, kernel/trace/rethook.c (v7.2).
         """
         return self.engine.disabled_once if self.place.is_return and self._returns_by_breakpoint else 0
@@ -534,9 +538,9 @@ class TraceKprobe(TraceProbe):
     ) -> bool:
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
-        `counter`: per-CPU offset of the count of hits. `check` replaces all checks of the lists of pids.
-        HandlerCosts measures the copy. Emit nothing and return False if guest code cannot handle the event.
-        Do the same for return probes, because the handler is the smaller part of their cost.
+        HandlerCosts measures the copy. `counter`: per-CPU offset of the count of hits. `check` replaces all
+        checks of the lists of pids. Return True. If guest code cannot handle the event, emit nothing and
+        return False. Do so for a return probe, too: its handler is the smaller part of its cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

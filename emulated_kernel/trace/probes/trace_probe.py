@@ -18,7 +18,10 @@ from emulated_kernel.trace.text.probe_errors import ProbeError, TraceProbeLog
 from emulated_kernel.util.errors import KernelError
 
 ENTRY_ADDRESSES = ("__probe_ip",)
-"""Names of the address fields before the arguments, for events of all probes except return probes."""
+"""Names of the address fields before the arguments, for events of probes at entries and instructions.
+
+Event probes have no such fields.
+"""
 RETURN_ADDRESSES = ("__probe_func", "__probe_ret_ip")
 """Names of the address fields before the arguments, for events of return probes."""
 
@@ -39,10 +42,10 @@ class ProbeTraceEvent(TraceEvent):
         word_size: int,
         addresses: tuple[str, ...] = (),
     ) -> None:
-        """Create an event.
+        """Create an event without probes.
 
-        `addresses` are the names of the fields before the arguments. Each of these fields holds an address,
-        which is one word.
+        `word_size`: size in bytes of a word. `addresses`: names of the fields before the arguments. Each of
+        these fields holds an address, which is one word.
         """
         super().__init__(group, name)
         self.args = args
@@ -109,7 +112,10 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def print_fmt(self) -> str:
-        """The print format. Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
+        """The text after `print fmt:` in the event's format file.
+
+        Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1).
+        """
         names = self.addresses
         args = self.args
         addresses = f"({' <- '.join('%lx' for _ in names)})" if names else ""
@@ -177,13 +183,13 @@ class TraceProbe(DynEvent):
         return self.place_text
 
     def enable(self) -> None:
-        """Begin to take hits, because the event was enabled.
+        """Begin to take hits. This method is called when the event is enabled.
 
         Raises: KernelError (the probe cannot be enabled).
         """
 
     def disable(self) -> None:
-        """Stop taking hits, because the event was disabled.
+        """Stop taking hits. This method is called when the event is disabled.
 
         Raises: KernelError (the probe cannot be disabled).
         """
@@ -276,7 +282,8 @@ class ProbeKind(EventKind[P]):
     def _register(self, probe: P, log: TraceProbeLog) -> None:
         """Add a probe to the list. Register its event, or add the probe to an existing event of its name.
 
-        Raises: KernelError EEXIST (logged), ENOSPC, or the error of _insert().
+        Raises: KernelError EEXIST (another event has the name, or _check_append() refuses the probe; logged),
+        ENOSPC (the limit on dynamic events is reached), or the error of _insert().
         Mirrors: register_trace_kprobe (v6.1).
         """
         self._check_capacity()
@@ -333,8 +340,9 @@ class ProbeKind(EventKind[P]):
 def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog) -> None:
     """Check that `probe` may be added to an event that has probes.
 
-    Raises: KernelError EEXIST (the arguments differ, or an equal probe exists; logged). Mirrors:
-    append_trace_kprobe (v6.1).
+    Raises: KernelError EEXIST (the class of the probe or its arguments differ, or an equal probe exists;
+    logged).
+    Mirrors: append_trace_kprobe (v6.1).
     """
     if probe.event.addresses != event.addresses or type(probe) is not type(event.first_probe):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)

@@ -54,6 +54,8 @@ class UprobePoint:
     def show(self, word_size: int) -> str:
         """Return the place as uprobe_events shows it.
 
+        `word_size`: size of an address in bytes; the offset is shown with twice as many digits.
+
         The command `-:EVENT PLACE` removes only probes whose PLACE equals this text.
         """
         counter = f"({self.reference:#x})" if self.reference else ""
@@ -123,16 +125,22 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         self._arch = arch
         self._files = BoundedFileReader()
         self._references: dict[Hashable, tuple[int, int]] = {}
-        """Identity of a probed place -> (file offset of its reference counter, number of its probes)."""
+        """Identity of a probed place -> (offset of its reference counter, number of probes there).
+
+        The identity is TraceUprobe.identity. The offset is UprobePoint.reference, which is the same for all
+        probes of a place.
+        """
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of uprobe_profile from line `start` on."""
+        """Return the lines of uprobe_profile from line `start` on, counted from 0."""
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def create(self, command: str) -> bool:
         """Create a probe from `p|r[:[GRP/][EVENT]] PATH:OFFSET[(REF)][%return] [FETCHARGS]`.
 
-        Return False if the command is not for uprobes. Raises: KernelError (logged).
+        Return False if the command is not for uprobes, else True.
+        Raises: KernelError (invalid command, unusable file, or a limit is reached); error_log shows what is
+        invalid.
         Mirrors: kernel/trace/trace_uprobe.c:__trace_uprobe_create (v6.1).
         """
         argv = argv_split(command)
@@ -208,8 +216,9 @@ def _parse_place(
 def _find_file(path: str, log: TraceProbeLog, files: BoundedFileReader) -> tuple[int, int]:
     """Return device and inode number of a file, which identify it independently of its path.
 
-    The control lock is held, so the wait for a slow file system is limited.
-    Raises: KernelError (logged), with the errno of stat(2), or EINVAL (not a regular file).
+    The control lock is held, so the wait for a slow file system is limited to PATIENCE.
+    Raises: KernelError EINVAL (not a regular file), ETIMEDOUT or EBUSY (slow file systems), or the errno of
+    stat(2); error_log shows the error.
     """
     try:
         found = files.look(path.encode("latin-1"), monotonic() + PATIENCE)

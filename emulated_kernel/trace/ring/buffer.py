@@ -73,7 +73,7 @@ class RingBuffer(RingWriter):
     def __len__(self) -> int:
         """Return the number of unread events, at most the number that the pages can hold.
 
-        Hazard: guest code may have damaged the counters.
+        Hazard: guest code may have damaged the counters, so the result is limited.
         """
         control = self._control
         count = control.entries + control.tail_entries - control.overrun - control.read
@@ -123,7 +123,7 @@ class RingBuffer(RingWriter):
     def _take_reader_page(self) -> bool:
         """Swap the reader page with the head page if all data of the reader page was consumed.
 
-        Return False if the buffer has no unread data.
+        Return True if the reader page has unread data now, or False if the buffer has none.
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1).
         """
         self.check()
@@ -163,9 +163,10 @@ class RingBuffer(RingWriter):
 
     @property
     def reader_state(self) -> tuple[int, int, int]:
-        """Numbers of overwritten and of consumed events, and the number of the reader page.
+        """Count of overwritten events, count of consumed events, and number of the reader page.
 
-        While the value is unchanged, each unread sub-buffer and each unread event keeps its index.
+        While the value is unchanged, each unread sub-buffer keeps its index (see unread_count()), and each
+        unread event keeps its index in the sub-buffer.
         """
         control = self._control
         return control.overrun, control.read, control.reader_page
@@ -208,11 +209,11 @@ class RingBuffer(RingWriter):
                 yield stamp, record
 
     def _events(self, page: int, offset: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (time stamp, payload, end offset) of each event of a page, from `offset` on.
+        """Yield (time stamp, record, end offset) of each event of the sub-buffer `page`, from `offset` on.
 
-        `stamp` is the time to which the first event's time delta is added. Payloads are padded to a multiple
-        of four bytes, because the format stores lengths in units of four. An event that exceeds the page is
-        damaged, and ends the iteration.
+        Both offsets are in bytes, from the start of the page's data. `stamp` is the time to which the first
+        event's time delta is added. Records are padded to a multiple of four bytes, because the format stores
+        lengths in units of four. An event that exceeds the page is damaged, and ends the iteration.
         """
         words = self._words32
         memory = self._memory
@@ -344,7 +345,10 @@ class RingBuffer(RingWriter):
 
     @property
     def dirty_pages(self) -> int:
-        """Number of full sub-buffers with unread events, which poll(2) compares with buffer_percent."""
+        """Number of full sub-buffers with unread events in the ring.
+
+        poll(2) compares this number with buffer_percent.
+        """
         self.check()
         return max(0, len(self._unread_pages()) - 1)
 
@@ -395,7 +399,7 @@ class RingBuffer(RingWriter):
     def kept(self, nr_pages: int) -> list[bytes]:
         """Return copies of the newest `nr_pages` unread sub-buffers, and then of the reader page.
 
-        The sub-buffers are in the order of their age, oldest first.
+        They are what resize() keeps. The sub-buffers are in the order of their age, oldest first.
         """
         self.check()
         pages = [*self._unread_pages()[-nr_pages:], self._control.reader_page]

@@ -39,7 +39,7 @@ class RingCursor:
         self._place: tuple[int, int] | None = None
         """Index of the last copied sub-buffer, and the sequence number of its first unread event.
 
-        The value is None if the index is unknown.
+        The index is that of RingBuffer.unread_count(). The value is None if the index is unknown.
         """
         self._state = buffer.reader_state
 
@@ -49,12 +49,18 @@ class RingCursor:
         return self._buffer.generation != self._generation
 
     def extend(self) -> None:
-        """Make the next iteration yield the events that were written since the last iteration began."""
+        """Move the cursor's end, so that it also yields the events that were written until now.
+
+        Do nothing if the cursor is stale.
+        """
         if not self.is_stale:
             self._end = self._buffer.written
 
     def __iter__(self) -> Iterator[CursorEvent]:
-        """Yield the events. Between two events, the buffer may change. Stop if `is_stale` becomes True."""
+        """Yield the events that were not yielded yet, up to the cursor's end.
+
+        Between two events, the buffer may change. Stop if `is_stale` becomes True.
+        """
         while self._next < self._end:
             oldest = self._buffer.oldest
             is_late = self._next < oldest

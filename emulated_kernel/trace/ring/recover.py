@@ -38,7 +38,7 @@ from emulated_kernel.util.abi import PAGE_SIZE
 from emulated_kernel.util.fast_dataclass import dataclass
 
 MIN_SIZE = 4 + TRACE_ENTRY.size
-"""Minimum size of an event in bytes."""
+"""Minimum size in bytes of an event with an entry: the u32 header and the entry's common fields."""
 _LOST_LIMIT = 1 << 32
 """Exclusive upper bound of a plausible number of lost records: no machine has memory for more."""
 _COUNT_LIMIT = 1 << 62
@@ -66,7 +66,7 @@ class _IntactEvents:
     end: int
     """Offset in the page's data at which the valid events end, in bytes."""
     stamp: int
-    """Time of the last valid event."""
+    """Time of the last valid event; if there is none, the argument `stamp` of walk()."""
     is_whole: bool
     """Whether walk() found nothing but valid events in its whole range."""
 
@@ -95,7 +95,11 @@ class UnreadableControlBlock(ValueError):
     """Exception for bytes that are not a valid control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
-        """Create the exception. `lost`: number of unread records according to the counters of the block."""
+        """Create the exception.
+
+        `lost`: number of unread records according to the block's counters, or 0 if that number is
+        implausible.
+        """
         super().__init__(message)
         self.lost = lost
 
@@ -152,6 +156,8 @@ class _DamagedBuffer:
 
     def _repair_tail(self, slots: list[int]) -> None:
         """Correct the position of the tail, which the control block stores three times.
+
+        The three copies are the write pointer, tail_page and tail_slot.
 
         `slots`: number of the page in each ring slot.
 
@@ -255,9 +261,9 @@ class _DamagedBuffer:
         return int(control.tail_entries > page.count or control.write_stamp > page.unread.stamp)
 
     def keep(self, page: _RecoveredPage) -> None:
-        """Correct the number of events and the data size that are stored for `page`.
+        """Correct the number of unread events and the data size that are stored for `page`.
 
-        Afterwards, the page has only its valid events.
+        Afterwards, the page's data end after its valid events.
         """
         control = self.control
         unread = page.unread
@@ -273,7 +279,7 @@ class _DamagedBuffer:
     def keep_counts(self, unread: int, size: int) -> None:
         """Set the counters so that all pages together have `unread` unread events of `size` bytes.
 
-        Also set implausible counters to 0, and the flag DISABLED, which keeps recording off.
+        Also set the flag DISABLED, so that nothing is recorded, and set implausible counters to 0.
         """
         control = self.control
         for word in ("overrun", "dropped", "read", "read_bytes"):
@@ -333,7 +339,7 @@ def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> Reco
     """Return a repaired copy of the ring buffer with the control block `block`; None for an unused block.
 
     `read` takes an address and a size, and returns memory of the machine.
-    Raises: UnreadableControlBlock, OSError (by `read`).
+    Raises: UnreadableControlBlock (the buffer cannot be repaired), OSError (from `read`).
     """
     if not any(block[: offset_of("aside")]):
         return None

@@ -17,7 +17,7 @@ Guest code writes an event of `length` bytes (buffer_page.event_size) at the tim
 
     p = write_ptr
     last = (4096 << order) - 1
-    if ((p - 1) & last) > last - length, unsigned: no room (or off, or the first event of a sub-buffer)
+    if ((p - 1) & last) > last - length, unsigned: no room (or recording off, or a sub-buffer's first event)
     delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
     write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
 
@@ -87,7 +87,7 @@ class RingControl(LittleEndianStructure):
 
 CONTROL_SIZE = sizeof(RingControl)
 SLOTS = CONTROL_SIZE // 8
-"""Index of the u64 word of the buffer's memory at which the ring slots begin."""
+"""Index of the first ring slot among the u64 words of the buffer's memory."""
 COUNTERS = (
     "write_stamp",
     "read_stamp",
@@ -141,7 +141,7 @@ class RingMemory:
     """
 
     pages: memoryview
-    """Writable memory of at least memory_size(nr_pages) bytes, with any content."""
+    """Writable memory of at least memory_size() bytes for the shape of the ring, with any content."""
     address: int = 0
     """Guest address of the pages; 0 if no guest code uses them."""
     control: memoryview | None = None
@@ -181,7 +181,7 @@ class RingControls:
 
 @dataclass(frozen=True)
 class RecordTarget:
-    """The addresses that guest code needs to write records to a trace array's ring buffers."""
+    """What guest code must know to write records to a trace array's ring buffers."""
 
     control_at: int
     """Offset of the control blocks from the per-CPU bases, in bytes."""
@@ -209,7 +209,7 @@ def pages_for(size: int, order: int = 0) -> int:
 def memory_size(nr_pages: int, order: int = 0) -> int:
     """Return the size in bytes of the memory for a ring of `nr_pages` sub-buffers of `order`.
 
-    The size is sufficient for any alignment of the memory to pages.
+    The size is sufficient at any address that is a multiple of PAGE_SIZE.
     """
     page = PAGE_SIZE << order
     return data_start(nr_pages) + page - PAGE_SIZE + (nr_pages + 1) * page

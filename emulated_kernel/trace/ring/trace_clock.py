@@ -23,7 +23,10 @@ class TraceClock:
 
     name: str
     in_ns: bool
-    """Whether the clock counts nanoseconds, which are shown as seconds with six decimals."""
+    """Whether the clock counts nanoseconds, which are shown as seconds with six decimals.
+
+    The counts of other clocks are shown as they are.
+    """
     host_clock: int | None = None
     """clockid_t of the clock that has the same values in user space, such as CLOCK_MONOTONIC.
 
@@ -62,8 +65,8 @@ class ClockSource:
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
         """Return a function that converts nanoseconds to the units of `clock`.
 
-        Return None if no conversion is needed: `clock` counts the machine's nanoseconds, or is x86-tsc, whose
-        counter runs at 1 GHz.
+        Return None if no conversion is needed: `clock` counts the machine's nanoseconds, or is x86-tsc, and
+        the guest's TSC runs at 1 GHz.
         """
         if clock.host_clock is not None:
             return partial(self._host_time, clock.host_clock)

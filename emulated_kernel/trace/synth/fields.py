@@ -105,7 +105,8 @@ class SyntheticField(ABC):
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
         """Encode a value: return its bytes in the fixed part of an entry, and bytes to append to the entry.
 
-        `end` is the offset of the appended bytes in the entry.
+        `value`: a number, or the bytes of a string or call chain; a value of the wrong kind counts as 0 or
+        empty. `end`: offset of the appended bytes in the entry.
         """
 
     @abstractmethod
@@ -130,7 +131,7 @@ class NumberField(SyntheticField):
         return (number & (1 << 8 * self.size) - 1).to_bytes(8, "little"), b""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """Return the number in decimal.
+        """Return the number in decimal; a number of the type gfp_t in hexadecimal, twice.
 
         As in Linux, numbers of 1 and 2 bytes are printed as unsigned, even if their type is signed.
         """

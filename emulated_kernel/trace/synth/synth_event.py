@@ -47,7 +47,7 @@ class SyntheticEvent(TraceEvent):
     def takes(self, position: int, given: ValueType) -> bool:
         """Return True if field `position` can hold the value of a variable of the type `given`.
 
-        Positions are counted from 0.
+        Positions are counted from 0. Return False if the event has no such field.
         """
         fields = self.synthetic_fields
         return position < len(fields) and fields[position].takes(given)
@@ -59,7 +59,7 @@ class SyntheticEvent(TraceEvent):
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
         """Trigger the event: record an entry with a value for each field, if the event is enabled.
 
-        If events trigger one another so that their entries would be nested too deep, record nothing.
+        If events trigger one another and the entries would be nested too deep, record nothing.
         Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1).
         """
         if not self.recorders:

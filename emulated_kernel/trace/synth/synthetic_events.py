@@ -1,4 +1,4 @@
-"""SyntheticEvents: create, show and remove synthetic events, in synthetic_events and dynamic_events."""
+"""SyntheticEvents: creates, shows and removes synthetic events for synthetic_events and dynamic_events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Entry(DynEvent):
     def __init__(self, event: SyntheticEvent, owner: SyntheticEvents, charge: Charge) -> None:
         self.event = event
         self.charge = charge
-        """Charge for the memory of the host that the event takes."""
+        """Charge to the memory limit of the user who created the event, while this object exists."""
         self._owner = owner
 
     @property
@@ -60,7 +60,7 @@ class _Entry(DynEvent):
         return self.event.hist_references != 0
 
     def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
-        """Return True if a command that removes events names this event by `group` and `event`.
+        """Return True if this event is the one that a command names by `group` and `event` for removal.
 
         `group` is None if the command names no group. As in Linux, the words after the name are ignored.
         """
@@ -95,13 +95,14 @@ class SyntheticEvents(EventKind[_Entry]):
         return next((entry for entry in named if isinstance(entry, _Entry)), None)
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of synthetic_events, from line `start` on."""
+        """Return the lines of synthetic_events from line `start` on, counted from 0."""
         return (entry.line() for entry in islice(self._own, start, None))
 
     def remove(self, entry: _Entry) -> None:
         """Remove a synthetic event.
 
-        Raises: KernelError EBUSY (the event is enabled or has users). Mirrors: synth_event_release (v6.1).
+        Raises: KernelError EBUSY (the event is enabled, or in use by a histogram or other user).
+        Mirrors: synth_event_release (v6.1).
         """
         event = entry.event
         if event.hist_references or event.references or event.is_enabled:
@@ -117,7 +118,8 @@ class SyntheticEvents(EventKind[_Entry]):
     def _execute(self, command: str) -> None:
         """Execute a command: `NAME FIELD[;FIELD]...` creates an event, and `!NAME ...` removes it.
 
-        Raises: KernelError. Mirrors: create_or_delete_synth_event (v6.1).
+        Raises: KernelError ENOENT (no event to remove), and the errors of create() and remove().
+        Mirrors: create_or_delete_synth_event (v6.1).
         """
         command = command.lstrip(SPACES)
         if not command:
@@ -134,8 +136,10 @@ class SyntheticEvents(EventKind[_Entry]):
     def create(self, command: str) -> bool:
         """Create an event from `s:[synthetic/]NAME FIELD[;FIELD]...`.
 
-        Return False if the command is for another kind of event.
-        Raises: KernelError EINVAL, EEXIST. Mirrors: create_synth_event (v6.1).
+        Return False if the command is for another kind of event, else True.
+        Raises: KernelError EINVAL (invalid command), EEXIST (the name is used), ENOSPC or ENOMEM (a limit is
+        reached).
+        Mirrors: create_synth_event (v6.1).
         """
         command = command.lstrip(SPACES)
         if not command:
@@ -175,9 +179,9 @@ class SyntheticEvents(EventKind[_Entry]):
 
 
 def _split_name(text: str) -> tuple[str, str | None]:
-    """Split `text` at the first blank, and return the text before and after it.
+    """Split `text` at the first blank, and return the text before and after the blanks there.
 
-    The text after the blank is None if `text` has no blank.
+    The text after them is None if `text` has no blank.
     """
     name, rest = split_at(text)
     return name, None if rest is None else rest.lstrip(SPACES)
@@ -186,7 +190,7 @@ def _split_name(text: str) -> tuple[str, str | None]:
 def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[SyntheticField]:
     """Parse the fields of a command. Semicolons are optional, because a field ends with its name.
 
-    Raises: KernelError EINVAL (logged).
+    Raises: KernelError EINVAL (an invalid field, no field, or too many fields); error_log shows the error.
     """
     found: list[SyntheticField] = []
     for part in text.split(";"):
@@ -203,9 +207,9 @@ def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[Synthe
 
 
 def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
-    """Parse one field. Return the field, and the number of words in its definition.
+    """Parse the field at the start of `words`. Return the field, and the number of words in its definition.
 
-    Raises: KernelError EINVAL (logged). Mirrors: parse_synth_field (v6.1).
+    Raises: KernelError EINVAL (invalid field); error_log shows the error. Mirrors: parse_synth_field (v6.1).
     """
     size = 2 if words[0] == "unsigned" else 1
     if len(words) <= size:

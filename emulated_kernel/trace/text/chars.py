@@ -1,7 +1,7 @@
-"""Conversion of bytes to text, words of commands, and checks of names.
+"""Conversion of bytes to text, splitting of commands into words, and checks of names.
 
-Commands are parsed as Latin-1, one character per byte, so that columns are byte columns and every input can
-be decoded. Text for readers of a file is UTF-8 with surrogate escapes, and is encoded in the same way.
+Commands are parsed as Latin-1, one character per byte, so that columns of errors count bytes, and every input
+can be decoded. Text for readers of a file is UTF-8 with surrogate escapes, and is encoded in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYSTEM_NAME = lazy_pattern(f"(?![0-9])[-_{ALNUM}]+")
 
 
 def decode_command(data: bytes) -> str:
-    """Return a command that was written to a file as text, one character per byte."""
+    """Convert the bytes of a command to text, one character per byte."""
     return data.decode("latin-1")
 
 

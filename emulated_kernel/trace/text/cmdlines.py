@@ -17,10 +17,9 @@ _HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
 _ELEMENT = 20
 """Size in bytes of a task's name and pid in Linux's buffer."""
 _PAGE = 4096
-"""Size of a page in bytes."""
 _SAVED_CMDLINE = Struct("<i16s")
 SAVED_CMDLINES_SIZE = 1 << 20
-"""Size in bytes of the memory that keeps all names; sufficient for the largest possible cache."""
+"""Size in bytes of the memory for SavedCmdlines.keep_in(); sufficient for the largest possible cache."""
 UNKNOWN_COMM = "<...>"
 """Name shown for tasks that are not in the cache."""
 _NO_PID = -1
@@ -41,7 +40,7 @@ class TaskNames(ABC):
 class SavedCmdlines(TaskNames):
     """Cache of task names: pid -> name, for a fixed number of tasks.
 
-    A new entry replaces the oldest one. Pids with the same low 15 bits share an entry.
+    If the cache is full, a new entry replaces the oldest one. Pids with the same low 15 bits share an entry.
     Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1).
     """
 

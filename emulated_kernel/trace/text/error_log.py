@@ -81,7 +81,7 @@ class ErrorLog:
 
 
 class LastCommandLog:
-    """Adds the errors of one command, whose text is a single string, to error_log.
+    """Adds the errors of one command to error_log. The command is given as one string, not as words.
 
     The caret of an error points at the first occurrence of the wrong text in the command.
 
@@ -96,7 +96,8 @@ class LastCommandLog:
     def error(self, error: CommandError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
         """Log `error`, and return the exception that the caller raises.
 
-        `culprit` is the wrong text in the command. `code`: errno of the exception.
+        `culprit` is the wrong text in the command; if it is "" or not found, the caret points at the
+        command's start. `code`: errno of the exception.
         """
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error, column)
@@ -106,7 +107,7 @@ class LastCommandLog:
     def instead(self, error: CommandError, culprit: str = "") -> Iterator[None]:
         """If the `with` block raises KernelError, log `error`, and raise the exception of error() instead.
 
-        The new exception has the errno of the old one. `culprit` is the wrong text in the command.
+        The new exception has the errno of the old one. `culprit`: see error().
         """
         try:
             yield

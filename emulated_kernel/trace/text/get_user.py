@@ -9,7 +9,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 WORD_MAX = 127
-"""Maximum length of a word in bytes.
+"""Maximum length in bytes of a word in a list of events or pids.
 
 Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1).
 """
@@ -32,7 +32,7 @@ class WordParser:
     """
 
     def __init__(self, longest: int) -> None:
-        """Start without a word. `longest` is the maximum length of a word in bytes."""
+        """Create a parser that has read nothing. `longest` is the maximum length of a word in bytes."""
         self._longest = longest
         self._has_failed = False
         self.rest = b""

@@ -40,7 +40,7 @@ def signed(value: Value, bits: int = 64) -> int:
 
 
 _WIDEST = 1 << 12
-"""Maximum width in characters that an argument may request: a line is no longer than a page."""
+"""Maximum width or precision that an argument may request: a line is no longer than a page."""
 _LONGEST_DUMP = 64
 """Maximum number of bytes that %ph prints."""
 

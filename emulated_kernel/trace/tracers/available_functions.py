@@ -66,7 +66,7 @@ class Functions(Collection[TraceableFunction]):
     """
 
     def __init__(self, functions: Iterable[TraceableFunction], has_module: Callable[[str], bool]) -> None:
-        """Store the kernel's functions, without iterating over them.
+        """Create the table of the kernel's functions, without iterating over `functions` yet.
 
         `has_module` returns True if a module is loaded, even if none of its functions can be traced.
         """
@@ -194,11 +194,15 @@ class Functions(Collection[TraceableFunction]):
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Return the fentry sites of the functions whose names match `pattern`.
 
-        `pattern` has no negation: `!` is an ordinary character, so that `!!NAME` removes nothing. A `pattern`
-        that begins with a digit is a position in the list of all functions, counted from 1. `module` is a
-        pattern for module names: the result has only functions of matching modules. If `module` begins with
-        "!", the result has only the other functions, including those of the kernel itself. An empty pattern,
-        or a "!" alone, stands for all modules. If `module` is given and `pattern` is empty, all names match.
+        `pattern`: a `!` in it is an ordinary character, because callers have removed the `!` of a negation.
+        If it begins with a digit, it is a position in the list of all functions, counted from 1. Only a
+        position can select a disabled function.
+
+        `module`: a pattern for module names, which limits the result to functions of matching modules. If it
+        begins with "!", the result has only the other functions, including those of the kernel itself. The
+        pattern "" matches all modules, so "!" leaves only the functions of the kernel itself. If `module` is
+        given and `pattern` is empty, all names match.
+
         Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():

@@ -180,7 +180,9 @@ class KernelFunctions:
         return self._used(set() if self._sites is None else self._sites.touched)
 
     def _used(self, also: Collection[int]) -> Iterator[str]:
-        """Yield a line for each traced function, and for each function whose fentry site is in `also`.
+        """Yield the line of each traced function, and of each function whose fentry site is in `also`.
+
+        The lines are those of enabled_functions and touched_functions.
 
         Mirrors: kernel/trace/ftrace.c:t_show (v6.1, v6.12).
         """

@@ -35,15 +35,16 @@ class GraphUser(ABC):
     data_size: int
     """Size in bytes of the data that entered() returns, which are kept until the call returns.
 
-    The u64 at offset CALLED of the data is the start time of the call in ns.
+    The u64 at offset CALLED (see compiled/graph.py) of the data is the start time of the call in ns.
     """
 
     @abstractmethod
     def entered(self, func: int, caller: RethookNode | None, regs: Any, /) -> bytes | None:
         """Handle the entry of `func`, and return the data to keep until the call's return is handled.
 
-        Return None if the return need not be handled. `caller`: the innermost hooked call that the task has
-        not returned from, or None if there is no such call. `regs`: the registers at the entry.
+        Return None if the return need not be handled. `func`: address of the function's fentry site.
+        `caller`: the innermost hooked call that the task has not returned from, or None if there is no such
+        call. `regs`: the registers at the entry.
         """
 
     @abstractmethod
@@ -92,7 +93,7 @@ class FunctionGraph:
         sleeps: SleepTimes,
         places: GuestAddresses,
     ) -> None:
-        """Subscribe to changes of the filters.
+        """Create an object without hooks, and subscribe to changes of the functions that `filters` selects.
 
         `choose_hooks` is called when a GraphUser is registered, and returns the return hooks to use.
         """
@@ -110,7 +111,8 @@ class FunctionGraph:
     def register(self, user: GraphUser) -> None:
         """Install the hooks for `user`.
 
-        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another GraphUser is registered), ENOMEM.
+        Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another GraphUser is registered), ENOMEM (no
+        memory for the hooks).
         """
         if self._sites is None:
             raise KernelError(errno.EOPNOTSUPP, "function_graph: this kernel has no fentry sites")
@@ -173,7 +175,7 @@ class FunctionGraph:
     # Calls
 
     def _entered(self, site: int, regs: Any) -> None:
-        """Call the GraphUser's entered() for a call from `site`, and hook the call if its result is not None.
+        """Pass a call of the function at `site` to entered(), and hook this call if entered() returns data.
 
         Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1).
         """

@@ -18,13 +18,13 @@ _GOLDEN_RATIO = {32: 0x61C88647, 64: 0x61C8864680B583EB}
 
 
 class FtraceHash:
-    """A hash table of addresses. Iteration yields each bucket in turn, its latest address first.
+    """A hash table of addresses. Iteration goes bucket by bucket; in a bucket, the newest address is first.
 
     Mirrors: kernel/trace/ftrace.c:struct ftrace_hash, add_hash_entry (v6.1).
     """
 
     def __init__(self, sites: Iterable[int] = (), bits: int = DEFAULT_BITS) -> None:
-        """Create a table with 2**`bits` buckets, and add `sites`."""
+        """Create a table with 2**`bits` buckets that contains the addresses `sites`."""
         self._bits = bits
         self._buckets: dict[int, list[int]] = {}
         for site in sites:
@@ -32,8 +32,10 @@ class FtraceHash:
 
     @classmethod
     def moved(cls, sites: Iterable[int]) -> FtraceHash:
-        """Return a table with `sites`, in which the number of buckets depends on the number of sites.
+        """Return a table of the addresses `sites`, sized as Linux sizes a set that replaces another.
 
+        The number of buckets is the smallest power of two that is greater than half the number of sites,
+        rounded down. It is at most 2**MAX_BITS.
         Mirrors: ftrace.c:dup_hash (v6.1).
         """
         found = list(sites)

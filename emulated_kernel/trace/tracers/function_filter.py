@@ -22,7 +22,7 @@ from emulated_kernel.util.errors import KernelError
 
 
 class WordEdit(ABC):
-    """An open file's working copy of a set of functions. Written words change it, and close() applies it."""
+    """An open file's copy of a set of functions. Written words change the copy, and close() applies it."""
 
     def __init__(self, *, truncate: bool) -> None:
         self._is_truncated = truncate
@@ -31,11 +31,11 @@ class WordEdit(ABC):
 
     @abstractmethod
     def records_from(self, index: int) -> Iterator[str]:
-        """Return the lines of the open file from line `index` on, for one read(2)."""
+        """Return the lines that one read(2) of the open file may return; the first has the index `index`."""
 
     @abstractmethod
     def execute(self, word: bytes) -> None:
-        """Apply a word that was written to the open file to the file's copy of the set.
+        """Apply `word`, which was written to the open file, to the file's copy of the set.
 
         Raises: KernelError EINVAL (no function matches).
         """
@@ -45,7 +45,7 @@ class WordEdit(ABC):
         """Replace the set by the open file's copy."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute the first word that a blank or NUL in `data` ends, and return the number of bytes taken.
+        """Execute the first word that ends at a blank or NUL in `data`; return the number of bytes taken.
 
         The word may have begun in an earlier write. A word that is not ended is kept for the next write or
         close(). `position`: file position of the write; a write at 0 begins a new word.
@@ -64,9 +64,9 @@ class WordEdit(ABC):
         return self._is_truncated or bool(self._executed or self._parser.rest)
 
     def close(self) -> None:
-        """Execute the last word, which no blank has ended, and replace the set by the open file's copy.
+        """Replace the set by the open file's copy, after execution of a last word that no blank has ended.
 
-        If the word is refused, ignore the error.
+        If this word is refused, ignore the error.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_release, ftrace_graph_release (v6.1).
         """
         if self._parser.rest:
@@ -94,7 +94,7 @@ class EditedSet(ABC):
 
     @abstractmethod
     def edit(self, *, truncate: bool) -> WordEdit:
-        """Return a copy of the set for a file that was opened for writing, with O_TRUNC if `truncate`."""
+        """Return the set's copy for a file opened for writing; empty if `truncate` (O_TRUNC) is True."""
 
     def write(self, words: bytes) -> None:
         """Open the file as a client does, write each word of `words`, and close the file.
@@ -128,7 +128,7 @@ class ShownFunctions(Protocol):
 
 
 class _ShownSites(NamedTuple):
-    """The functions of a set at the time when a file was opened for reading, which the file shows."""
+    """The functions that a file opened for reading shows: those that the set had at the time of the open."""
 
     sites: frozenset[int]
     is_empty: bool
@@ -142,16 +142,16 @@ class FilterEdit(WordEdit):
         self._target = target
         self.sites = set(target.sites)
         self.lost_functions = target.lost_functions
-        """Whether functions of the copy were removed with their modules, as in FunctionSet."""
+        """Value of FunctionSet.lost_functions when the file was opened; False after clear()."""
         self.waits = target.waits
-        """Whether the set had selections that wait for a module when the file was opened."""
+        """Value of FunctionSet.waits when the file was opened; False after clear()."""
         self.has_awaited = False
-        """Whether writes or O_TRUNC of this file have changed the selections that wait for a module."""
+        """Whether writes to this file, or O_TRUNC, have changed FunctionSet.awaited."""
         if truncate:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all functions from the open file's copy of the set, which then counts as empty.
+        """Remove all functions from the open file's copy of the set; the copy then counts as empty.
 
         Linux: selections that wait for a module are removed at once from the set in use, not only from the
         copy.
@@ -181,8 +181,8 @@ class FilterEdit(WordEdit):
 class FunctionSet(EditedSet):
     """The functions that a filter file selects. If the set is empty, no selection was made.
 
-    If all functions of a set were removed with their modules, the set does not count as empty. It selects no
-    function until it is cleared.
+    If all functions of a set were removed with their modules, the set selects no function, but does not count
+    as empty.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class FunctionSet(EditedSet):
 
     @abstractmethod
     def execute(self, word: bytes, edit: FilterEdit) -> None:
-        """Apply a word that was written to an open file to `edit`, the file's copy of the set.
+        """Apply `word`, which was written to an open file, to `edit`, the file's copy of the set.
 
-        Raises: KernelError.
+        Raises: KernelError (the word is refused).
         """
 
     def choose(self, pattern: bytes, edit: FilterEdit) -> None:
@@ -313,9 +313,9 @@ class FunctionSet(EditedSet):
         return self._lines(self)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function for one open file: it takes an index and returns the lines from there on.
+        """Return a function for one open file: it takes a line's index and returns the lines from there on.
 
-        The function returns lines for the functions that the set has at the time of the open.
+        The lines show the set as it is at the time of the open.
         Mirrors: kernel/trace/ftrace.c:ftrace_regex_open (v6.1).
         """
         return partial(self.shown_from, shown=_ShownSites(self.sites, self.is_empty))
@@ -365,8 +365,9 @@ class GraphEdit(WordEdit):
 
 
 class GraphSet(EditedSet):
-    """The functions in set_graph_function or set_graph_notrace. No selection waits for a module.
+    """The functions in set_graph_function or set_graph_notrace.
 
+    Unlike in a FunctionSet, functions of a module can be selected only while it is loaded.
     Mirrors: kernel/trace/ftrace.c:ftrace_graph_set_hash, g_show (v6.1).
     """
 
@@ -385,9 +386,9 @@ class GraphSet(EditedSet):
         return GraphEdit(self, truncate=truncate)
 
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
-        """Return a function for one open file: it takes an index and returns the lines from there on.
+        """Return a function for one open file: it takes a line's index and returns the lines from there on.
 
-        The function returns lines for the functions that the set has at the time of the read.
+        The lines show the set as it is at the time of the read.
         Mirrors: kernel/trace/ftrace.c:g_start (v6.1).
         """
         return self.records_from
@@ -404,8 +405,9 @@ class GraphSet(EditedSet):
             yield f"{self._functions.at(site).shown}\n"
 
     def execute(self, word: bytes, chosen: FtraceHash) -> None:
-        """Add the functions that match `word` to `chosen`. If `word` begins with "!", remove them.
+        """Add the functions that match `word` to `chosen`, or remove them if `word` begins with "!".
 
+        `chosen`: an open file's copy of the set.
         Raises: KernelError EINVAL (no function matches).
         """
         pattern = word.removeprefix(b"!")
@@ -430,7 +432,7 @@ class GraphSet(EditedSet):
     def functions_removed(self, sites: frozenset[int]) -> None:
         """Remove from the set the functions with the fentry sites `sites`, which no longer exist.
 
-        If no function is left, the set is empty, unlike a FunctionSet.
+        If no function is left, the set counts as empty; a FunctionSet does not.
         """
         self._set(self.hash, self.sites - sites)
 

@@ -36,14 +36,15 @@ class FunctionProbe:
     """The command as set_ftrace_filter shows it: `NAME`, or `NAME:GROUP:EVENT`."""
     action: Action
     count: int | None
-    """Number of calls at which the command still acts; None means no limit."""
+    """Number of calls at which the command still acts; None means no limit. For -1, see fire()."""
     forget: Callable[[], None]
     """Function to call after the command was removed; it releases the command's resources."""
 
     def fire(self, hit: ProbeHit) -> None:
         """Run the action at a call of the function, unless the limit is reached.
 
-        Linux: if the limit is -1, which an empty limit sets, only `stacktrace` acts.
+        Linux: an empty limit (`NAME:`) sets `count` to -1. Then `stacktrace` acts without a limit, and other
+        commands never act.
         """
         if self.count is None:
             self.action(hit)
@@ -77,7 +78,7 @@ class _Probes(dict[int, FunctionProbe]):
 
 
 class FunctionProbes:
-    """The commands on functions that were written to set_ftrace_filter of one trace array.
+    """The commands that were written to set_ftrace_filter of one trace array.
 
     Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1).
     """
@@ -103,8 +104,9 @@ class FunctionProbes:
         """Add the command `COMMAND[:COUNT]` to the functions that match `pattern`.
 
         If "!" precedes the pattern, remove the command from these functions.
-        Raises: KernelError EINVAL (the command is unknown, or no matching function can get or lose it),
-        ENODEV (no function has the command to remove), ERANGE, ENOMEM.
+        Raises: KernelError EINVAL (no such command or event, a count that is no number, or no matching
+        function gets or loses the command), ENODEV (no function has the command to remove), ERANGE (the count
+        is too large), ENOMEM (no memory for the snapshot's buffers).
         """
         title, limit = self._parse(command)
         kind = title.partition(":")[0], limit is not None
@@ -240,7 +242,8 @@ def _count(title: str, limit: str | None) -> int | None:
     """Parse `limit`, the limit of the command `title`. Return None if `limit` is None.
 
     `title`: see FunctionProbe.title.
-    Linux: an empty limit is -1, except for commands with an event. Raises: KernelError EINVAL, ERANGE.
+    Linux: an empty limit is -1, except for commands with an event. Raises: KernelError EINVAL (not a number),
+    ERANGE (too large).
     """
     if limit is None:
         return None

@@ -15,9 +15,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 _U64 = (1 << 64) - 1
 _CALL = Struct("<QQQ")
-"""Format of a call's data on the shadow stack: func, calltime (at offset CALLED), subtime.
+"""Format of a call's data on the shadow stack: func, calltime, subtime.
 
-Times are in nanoseconds. subtime is the time that calls made by this call have taken.
+Times are in nanoseconds. As in the data of every GraphUser, calltime is at offset CALLED. subtime is the time
+that calls made by this call have taken.
 """
 _HEADER = """\
   Function                               Hit    Time            Avg             s^2
@@ -88,6 +89,7 @@ class FunctionProfiler(GraphUser):
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes:
         """Count a call of `func` on the current CPU, and return the data that returned() needs.
 
+        `caller`, `regs`: see GraphUser.entered().
         The data is a _CALL: the function, the current time, and 0 as the time spent in calls made by this
         call.
         Mirrors: profile_graph_entry, function_profile_call (v6.1).
@@ -98,7 +100,11 @@ class FunctionProfiler(GraphUser):
         return _CALL.pack(func, self._system.now_ns(), 0)
 
     def returned(self, instance: RethookNode, regs: Any) -> None:
-        """Add the duration of a returning call to its function. Mirrors: profile_graph_return (v6.1)."""
+        """Add the duration of a returning call to the total of the called function.
+
+        `instance`, `regs`: see GraphUser.returned().
+        Mirrors: profile_graph_return (v6.1).
+        """
         del regs
         tasks = self._system.tasks
         func, called, below = _CALL.unpack(instance.data)

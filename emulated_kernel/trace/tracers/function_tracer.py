@@ -31,7 +31,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
     ) -> None:
         """Create the filters, which select all functions.
 
-        `recorder` writes the entry of a call, unless `pids` (the lists set_ftrace_pid and
+        `recorder` writes a call to the trace, unless `pids` (the lists set_ftrace_pid and
         set_ftrace_notrace_pid) exclude the task. `is_on` returns whether an option of the tracer is on.
         """
         self._hooks = hooks
@@ -79,7 +79,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._recorder.clear_trace()
 
     def option_changed(self, name: str) -> None:
-        """Attach the handler that the tracer's options now select. Mirrors: func_set_flag (v6.1)."""
+        """Attach the handler that the tracer's options now select, if `name` is one of these options.
+
+        Mirrors: func_set_flag (v6.1).
+        """
         if name in tuple(FunctionOption):
             self._recorder.select_options()
             self._calls.detach()
@@ -168,7 +171,8 @@ class FilterFile(FunctionSet):
         """Apply a word to `edit`, the copy of the set in an open file.
 
         The word is a pattern, PATTERN:mod:MODULE, or PATTERN:COMMAND. A command takes effect at once.
-        Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
+        Raises: KernelError EINVAL (nothing matches the pattern), errors of FunctionProbes.execute().
+        Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
         pattern, colon, command = word.partition(b":")
         if command.startswith(b"mod:"):
@@ -182,7 +186,7 @@ class FilterFile(FunctionSet):
 _NO_PIDS = "no pid\n"
 """Line that set_ftrace_pid shows for an empty list."""
 _LAST_PID = f"{1 << 22}\n"
-"""Line with the number PID_MAX_LIMIT, which is one more than the greatest pid.
+"""Line with the number PID_MAX_LIMIT, one more than the greatest pid. Linux shows "no pid" in its place.
 
 Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1).
 """

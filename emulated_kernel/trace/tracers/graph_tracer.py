@@ -137,7 +137,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def entered(self, func: int, caller: RethookNode | None, regs: Any) -> bytes | None:
         """Record a call if the tracer's settings select it, and return its PendingCall as bytes.
 
-        Return None if the call's return need not be handled.
+        Return None if the call's return need not be handled. `caller`, `regs`: see GraphUser.entered().
         Mirrors: trace_graph_entry (v6.1).
         """
         frame = self._frame(func, None if caller is None else _read(caller), regs)
@@ -187,6 +187,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def returned(self, instance: RethookNode, regs: Any) -> None:
         """Record a call's return, unless set_graph_notrace hides the call or tracing_thresh was not reached.
 
+        `instance`, `regs`: see GraphUser.returned().
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """
         frame = _read(instance)

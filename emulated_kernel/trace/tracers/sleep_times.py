@@ -25,9 +25,10 @@ class SleepTimes:
     """
 
     def __init__(self, points: Mapping[str, Tracepoint], system: TracingServices) -> None:
-        """Find the fields of sched_switch. `points` maps GROUP:EVENT -> tracepoint of the kernel.
+        """Create an object that measures nothing before start() is called.
 
-        If `points` has no sched_switch, no times are measured.
+        `points` maps GROUP:EVENT -> tracepoint of the kernel. If it has no sched_switch, nothing is ever
+        measured.
         """
         event = system.events.find("sched", "sched_switch")
         fields = () if event is None else event.fields

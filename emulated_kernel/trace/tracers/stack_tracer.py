@@ -36,7 +36,7 @@ MAX_FRAMES = 499
 Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES - 1 (v6.1).
 """
 Frames = Sequence[tuple[int, int]]
-"""Callers, innermost first: (return address, distance of its stack slot from the stack's top in bytes)."""
+"""Callers, innermost first: (return address, bytes from its place on the stack to the stack's upper end)."""
 
 
 class StackTracer(FunctionWatcher):
@@ -55,7 +55,7 @@ class StackTracer(FunctionWatcher):
         self._memory = memory
         self._bits = arch.bits
         self._pushed = 0 if arch.registers.link is not None else arch.word_size
-        """Number of bytes that the call from a fentry site pushes onto the stack."""
+        """Number of bytes that the call from a fentry site pushes onto the stack; 0 with a link register."""
         self._stack_at = abi["task_struct.stack"]
         self._stack_size = abi["thread.size"]
         self._user = hooks.user(self._check, lambda: "stack_trace_call")
@@ -152,7 +152,8 @@ class StackFilter(FunctionSet):
     def execute(self, word: bytes, edit: FilterEdit) -> None:
         """Apply `word`, a pattern, to `edit`, the copy of the set in an open file.
 
-        Raises: KernelError EINVAL, ENODEV (a command, which is only valid for a trace array).
+        Raises: KernelError EINVAL (no function matches, or no such command), ENODEV (a command of
+        set_ftrace_filter).
         """
         _, colon, rest = word.partition(b":")
         if colon:

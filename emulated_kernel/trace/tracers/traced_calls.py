@@ -14,7 +14,8 @@ from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctio
 class TracedCalls:
     """An ftrace_ops that records the calls from its fentry sites for a function tracer.
 
-    A CallRecorder records the first call. If guest code can be compiled, it records later calls.
+    A CallRecorder records the first call. Guest code records later calls if it can be compiled; otherwise the
+    CallRecorder does.
     """
 
     def __init__(self, functions: KernelFunctions, recorder: CallRecorder, symbol: Callable[[], str]) -> None:

@@ -129,8 +129,8 @@ class ControlCommand(TriggerCommand):
         """Add the trigger to the event `file`, or remove it if `removes` is True.
 
         `rest`: the command after its name, `[COUNT] [if FILTER]`; None if nothing follows the name.
-        Raises: KernelError EINVAL, ERANGE, EEXIST (the event has a trigger of this kind), errors of
-        parse_filter().
+        Raises: KernelError EINVAL (syntax), ERANGE (the count is too large), EEXIST (the event has a trigger
+        of this kind), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
@@ -199,7 +199,10 @@ class HistSwitch(SwitchTrigger):
 
 @dataclass(frozen=True)
 class SwitchCommand(TriggerCommand):
-    """The command `NAME:GROUP:EVENT[:COUNT] [if FILTER]`. Mirrors: event_enable_trigger_parse (v6.1)."""
+    """The command enable_event, disable_event, enable_hist or disable_hist.
+
+    Syntax: `NAME:GROUP:EVENT[:COUNT] [if FILTER]`. Mirrors: event_enable_trigger_parse (v6.1).
+    """
 
     name: str
     enable: bool
@@ -209,8 +212,8 @@ class SwitchCommand(TriggerCommand):
         """Add the trigger to the event `file`, or remove it if `removes` is True.
 
         `rest`: the command after its name, `GROUP:EVENT[:COUNT] [if FILTER]`; None if nothing follows.
-        Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST (a trigger of `file` switches that
-        event), errors of parse_filter().
+        Raises: KernelError EINVAL (no such event, syntax), ERANGE (the count is too large), EEXIST (a trigger
+        of `file` switches that event), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")

@@ -46,14 +46,14 @@ class TriggerCommand(ABC):
     def execute(
         self, triggers: EventTriggers, file: EventFile, rest: str | None, /, *, removes: bool
     ) -> None:
-        """Add a trigger to the event `file`, or remove it if `removes` is set.
+        """Add a trigger to the event `file`, or remove it if `removes` is True.
 
         `rest`: the text after the command's name and a colon or blank, or None if nothing follows.
-        Raises: KernelError.
+        Raises: KernelError (the command is refused).
         """
 
     def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most commands keep their triggers
-        """Remove triggers of this command, because a trigger file was opened with O_TRUNC.
+        """Remove those triggers of this command that opening a trigger file with O_TRUNC removes.
 
         By default, no trigger is removed.
         """
@@ -76,7 +76,7 @@ class EventTriggers:
         words: FilterWords = NO_WORDS,
     ) -> None:
         self.words = words
-        """The features of event filters that this kernel has in addition to those of Linux 6.1."""
+        """Features of event filters that this kernel has and Linux 6.1 lacks, and filters' memory budget."""
         self.array = array
         self.registry = registry
         self.error_log = error_log
@@ -88,12 +88,12 @@ class EventTriggers:
         return event.file(self.array)
 
     def find_file(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event `name` of `group` in this trace array; None if it does not exist."""
+        """Return the state of the event `name` of `group` in this trace array; None without such an event."""
         event = self.registry.find(group, name)
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event `name` of `group`; None if it does not exist or cannot be enabled.
+        """Return the state of the event `name` of `group`; None if it is missing or cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """
@@ -118,7 +118,7 @@ class EventTriggers:
     def write(self, event: TraceEvent, data: bytes) -> int:
         """Execute one write to an event's trigger file, and return the number of bytes of `data`.
 
-        Raises: KernelError EINVAL (a page or more, no such command), errors of the command.
+        Raises: KernelError EINVAL (`data` fills a page or more, or no such command), errors of the command.
         """
         if len(data) >= PAGE_SIZE:
             raise KernelError(errno.EINVAL, f"trigger: {len(data)} bytes; write less than {PAGE_SIZE}")

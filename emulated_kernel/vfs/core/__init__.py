@@ -1,4 +1,4 @@
-"""Files as small objects, like kernfs nodes: functions that a node holds generate the file's content.
+"""Files as small objects, like kernfs nodes: each node holds the functions that generate its file's content.
 
 A NodeTree finds nodes by their paths and raises Linux's errno for operations that a node does not support.
 Opening a node creates an OpenFile. Only the OpenFile deals with file positions, ends of files and partial

@@ -8,7 +8,10 @@ from emulated_kernel.vfs.core.open_file import File, Moves, OpenFile, Steps, enc
 from emulated_kernel.vfs.core.shared_text import SharedText, shared
 
 Store = Callable[[bytes], None]
-"""Function that executes a write of some bytes, and always takes all of them. Raises: KernelError."""
+"""Function that executes a write of some bytes, and always takes all of them.
+
+Raises: KernelError (the errno of the write(2)).
+"""
 
 
 class _OpenAttribute(OpenFile):

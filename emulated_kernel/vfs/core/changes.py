@@ -20,7 +20,7 @@ class ChangeWatcher(ABC):
         """Record that a write(2) took `data`, or that it failed and may have executed a part of `data`.
 
         `handle`: the mount's handle of the open file. `failed`: whether the write failed. `is_part`: whether
-        the next write continues the text after the last newline.
+        `data` ends in the middle of a line, which the next write continues.
         """
 
     @abstractmethod

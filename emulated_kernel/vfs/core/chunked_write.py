@@ -20,7 +20,7 @@ WritePiece = Callable[[Piece, int], int]
 """Function that does one step of writing a piece at an offset.
 
 After the last step, the function returns the number of bytes taken.
-Raises: YieldLock (more steps follow), KernelError.
+Raises: YieldLock (more steps follow), KernelError (the errno of the write(2)).
 """
 
 
@@ -35,7 +35,7 @@ class RunOnce(Generic[T]):
         self.answer: T
         self._error: Exception | None = None
         self.is_done = False
-        """Whether the action has returned, so that `answer` has its result."""
+        """Whether the action has returned its result, which is then in `answer`."""
 
     def __call__(self) -> T:
         """Run the action at the first call, and return its result at each call.
@@ -85,7 +85,8 @@ class ChunkedWrite:
         """Do the next step of the write by a call of `write`. Raise YieldLock unless it was the last step.
 
         After the last step, return the number of bytes taken from all pieces. If only a part of a piece is
-        taken, the later pieces are not written. Raises: YieldLock (more steps follow), KernelError.
+        taken, the later pieces are not written. Raises: YieldLock (more steps follow), KernelError (the errno
+        of the write(2)).
         """
         piece = self._pieces[self._done]
         taken = write(piece, self._offset + self._taken)
@@ -101,8 +102,8 @@ def retry_yielding_lock(lock: ControlLock, step: Callable[[], T], check: Callabl
     """Call `step` again whenever it raises YieldLock, and return its result.
 
     `step` takes the control lock itself. Between two calls, other threads get the lock, and `check` is
-    called. From the second call on, the thread counts as waiting, so that another thread serves requests in
-    its place.
+    called. To end the request, `check` raises an error. From the second call on, the thread counts as
+    waiting, so that another thread serves requests in its place.
     Raises: the errors of `step` and of `check`.
     """
     try:

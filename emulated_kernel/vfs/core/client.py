@@ -82,7 +82,7 @@ class DirEntry(NamedTuple):
 
 
 GONE = ""
-"""Path in the description of an open directory that was removed by rmdir(2) or replaced by rename(2)."""
+"""Path of an open directory that was removed by rmdir(2) or replaced by rename(2)."""
 
 
 def path_after_rename(path: str, old: str, new: str) -> str:

@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.open_file import Moves, OpenFile, Piece, Steps, fi
 from emulated_kernel.vfs.core.seq_file import OpenSeq, PerClientFile, Records, SeqFile
 
 PIECE_SIZE = 1 << 10
-"""Minimum size in bytes of a piece of event definitions; the piece ends at the next newline.
+"""A piece of a long write of command lines ends at the first newline after this number of bytes.
 
 Executing a piece takes some milliseconds.
 """
@@ -25,9 +25,12 @@ SPLIT_SIZE = (128 << 10) - 4096
 FUSE splits writes at 128 KiB, or up to a page earlier if the data does not begin at a page boundary.
 """
 Execute = Callable[[bytes], int]
-"""Function that executes a write and returns the number of bytes taken. Raises: KernelError."""
+"""Function that executes a write and returns the number of bytes taken.
+
+Raises: KernelError (the errno of the write).
+"""
 ExecuteSteps = Callable[[bytes], Steps]
-"""Function that executes a write in steps. Raises: KernelError."""
+"""Function that executes a write in steps. Raises: KernelError (the errno of the write)."""
 Taken = TypeVar("Taken", int, None)
 
 
@@ -51,7 +54,7 @@ def explained(
 
 
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
-    """Return a function like `execute` that writes the message of a step's KernelError to the kernel log.
+    """Return a function like `execute` that also writes a step's KernelError to the kernel log.
 
     `file` names the file in the message. The KernelError is raised again.
     """
@@ -93,7 +96,10 @@ class WrittenList(Protocol):
         """Return the lines of the file from index `start` on. The file has one line for each entry."""
 
     def write(self, data: bytes) -> int:
-        """Execute one write, and return the number of bytes taken. Raises: KernelError."""
+        """Execute one write, and return the number of bytes taken.
+
+        Raises: KernelError (the errno of write(2)).
+        """
 
     def clear(self) -> None:
         """Remove all entries of the list. Raises: KernelError EBUSY (an entry is in use)."""

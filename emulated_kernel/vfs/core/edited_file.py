@@ -21,7 +21,10 @@ class Edit(Protocol):
         """Return the records that the open file shows, from `index` on."""
 
     def write(self, data: bytes, position: int) -> int:
-        """Execute one write at `position`, and return the number of bytes taken. Raises: KernelError."""
+        """Execute one write at the file position `position`, and return the number of bytes taken.
+
+        Raises: KernelError (the errno of the write).
+        """
 
     @property
     def is_pending(self) -> bool:

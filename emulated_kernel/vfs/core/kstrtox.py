@@ -26,7 +26,7 @@ def kstrtobool(data: bytes) -> bool:
     """Parse a switch: return True for 1, y, t or on, and False for 0, n, f or off.
 
     Only the first character counts, or the first two if the first is "o". The case is ignored.
-    Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
+    Raises: KernelError EINVAL (any other text). Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
     """
     lowered = data[:2].lower()
     table, key = (_SWITCHES_AFTER_O, lowered[1:]) if lowered[:1] == b"o" else (_SWITCHES, lowered[:1])
@@ -38,7 +38,8 @@ def kstrtobool(data: bytes) -> bool:
 def kstrtoul(data: bytes) -> int:
     """Parse an unsigned decimal number of 64 bits, with at most one newline after it.
 
-    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
+    Raises: KernelError EINVAL (no such number), ERANGE (it has more than 64 bits).
+    Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
     """
     text = data[:_NUMBER_BUFFER].split(b"\0", 1)[0]
     match = _UNSIGNED.fullmatch(text)
@@ -55,7 +56,7 @@ def switch(data: bytes) -> bool:
 
     The file `enable` of an event has these rules.
 
-    Raises: KernelError EINVAL, ERANGE.
+    Raises: KernelError EINVAL (neither 0 nor 1), ERANGE (the number has more than 64 bits).
     """
     value = kstrtoul(data)
     if value > 1:
@@ -81,7 +82,8 @@ def sysctl_int(data: bytes) -> int:
 
     Blanks around the number are skipped.
 
-    Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
+    Raises: KernelError EINVAL (no such number, or outside the range of an int).
+    Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
     """
     match = _INTEGER.match(data.lstrip())
     if match is None or len(match[0]) > _INTEGER_LIMIT:
@@ -97,7 +99,8 @@ def sysctl_int(data: bytes) -> int:
 def cpumask(data: bytes, cpus: int) -> int:
     """Parse a CPU mask of `cpus` bits: hexadecimal chunks of 32 bits with commas between them.
 
-    Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
+    Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (a chunk has more than 32 bits, or the mask more
+    than `cpus`).
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
     """
     text = re.split(rb"[\n\0]", data, maxsplit=1)[0].replace(b",", b" ")

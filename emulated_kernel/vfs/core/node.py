@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""Minimum number of members at which a DynamicDirectory searches for members of removed objects."""
+"""A DynamicDirectory with fewer _Member objects than this does not search for those of removed objects."""
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class Directory(Node):
     A class that sets this to True must also set `names_are_clients` to True.
     """
     names_are_clients: ClassVar[bool] = False
-    """Whether clients create and remove names in the directory."""
+    """Whether clients create and remove names in the directory. If False, only the kernel does."""
     __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:
@@ -342,9 +342,10 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Drop the members of removed objects. Set `_limit`, the number of members that causes the next call.
+        """Drop the members of removed objects, and set `_limit`.
 
-        A lookup of a removed object's name also drops that object's member.
+        `_limit`: number of members at which this method is called again. A lookup of a removed object's name
+        also drops that object's member.
         """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}

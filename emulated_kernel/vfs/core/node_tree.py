@@ -116,8 +116,8 @@ class NodeTree:
 
         Clients cannot create files in any directory of the tree, so O_CREAT with a new name fails with
         EACCES.
-        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR, and the errors of lookup() and of the file's
-        open.
+        Raises: KernelError EACCES, EEXIST (O_EXCL is set), EISDIR (`path` is a directory), ENOTDIR
+        (O_DIRECTORY is set), the errors of lookup(), and those of the OpenFile's constructor.
         """
         try:
             node = self.lookup(path)
@@ -142,9 +142,10 @@ class NodeTree:
         opened.release()
 
     def create(self, path: str) -> NoReturn:
-        """Refuse to create a file at `path`. Raises: KernelError EEXIST, EACCES.
+        """Refuse to create a file at `path`.
 
-        As in Linux, EACCES is the error of a directory without ->create.
+        Raises: KernelError EEXIST (`path` exists), otherwise EACCES, as in a Linux directory without
+        ->create; also the errors of lookup().
         """
         self._absent(path)
         raise KernelError(errno.EACCES, path)
@@ -152,7 +153,7 @@ class NodeTree:
     def mkdir(self, _client: Client, path: str, mode: int) -> None:
         """Create a directory at `path` through its parent's method Directory.mkdir.
 
-        Raises: KernelError EEXIST, and the errors of a lookup and of Directory.mkdir.
+        Raises: KernelError EEXIST, and the errors of lookup() and of Directory.mkdir.
         """
         directory, name = self._absent(path)
         directory.mkdir(name, mode)
@@ -160,7 +161,7 @@ class NodeTree:
     def rmdir(self, _client: Client, path: str) -> None:
         """Remove the directory at `path` through its parent's method Directory.rmdir.
 
-        Raises: KernelError ENOTDIR, EBUSY (the root), and the errors of a lookup and of Directory.rmdir.
+        Raises: KernelError ENOTDIR, EBUSY (the root), and the errors of lookup() and of Directory.rmdir.
         """
         node = self._directory(path)
         if node.parent is None:
@@ -170,7 +171,7 @@ class NodeTree:
     def unlink(self, _client: Client, path: str) -> NoReturn:
         """Refuse to remove a file.
 
-        Raises: KernelError EPERM, EISDIR (`path` is a directory), and the errors of lookup().
+        Raises: KernelError EISDIR (`path` is a directory), otherwise EPERM; also the errors of lookup().
         """
         node = self.lookup(path)
         raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
@@ -182,12 +183,18 @@ class NodeTree:
         raise KernelError(errno.EPERM, old)
 
     def symlink(self, _client: Client, path: str, _target: str) -> NoReturn:
-        """Refuse to create a symbolic link at `path`. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a symbolic link at `path`.
+
+        Raises: KernelError EEXIST (`path` exists), otherwise EPERM; also the errors of lookup().
+        """
         self._absent(path)
         raise KernelError(errno.EPERM, path)
 
     def link(self, _client: Client, old: str, new: str) -> NoReturn:
-        """Refuse to create a hard link at `new`. Raises: KernelError EPERM, EEXIST."""
+        """Refuse to create a hard link at `new`.
+
+        Raises: KernelError EEXIST (`new` exists), otherwise EPERM; also the errors of lookup().
+        """
         self.lookup(old)
         self._absent(new)
         raise KernelError(errno.EPERM, new)
@@ -195,7 +202,8 @@ class NodeTree:
     def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
         """Refuse to create a special or regular file.
 
-        Raises: KernelError EPERM, EEXIST, EACCES (a regular file, as create()).
+        Raises: KernelError EEXIST (`path` exists), EACCES (a regular file), otherwise EPERM; also the errors
+        of lookup().
         """
         self._absent(path)
         raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
@@ -209,7 +217,10 @@ class NodeTree:
         raise KernelError(errno.EINVAL, path)
 
     def truncate(self, _client: Client, path: str, size: int) -> None:
-        """Do nothing: control files have no size. Raises: KernelError EISDIR, EINVAL (a negative size)."""
+        """Do nothing, because control files have no size.
+
+        Raises: KernelError EISDIR, EINVAL (a negative size), and the errors of lookup().
+        """
         if size < 0:
             raise KernelError(errno.EINVAL, path)
         if isinstance(self.lookup(path), Directory):
@@ -230,7 +241,10 @@ class NodeTree:
         self.lookup(path).chown(uid, gid)
 
     def utimens(self, _client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the times of a node; None leaves a time unchanged. Raises: the errors of lookup()."""
+        """Set the times of a node in nanoseconds since the epoch; None leaves a time unchanged.
+
+        Raises: the errors of lookup().
+        """
         self.lookup(path).utimens(atime_ns, mtime_ns)
 
     def runs_guest(self, path: str) -> bool:

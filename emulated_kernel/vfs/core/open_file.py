@@ -189,9 +189,10 @@ class OpenFile:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes from `offset` on, or b"" at the end of the file, without a pause.
+        """Do all steps of a read: return at most `size` bytes from `offset` on, or b"" at the file's end.
 
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), WouldBlock (no data yet).
+        Raises: KernelError EBADF (not open for reading), EINVAL (the file cannot be read), ENODEV (the node
+        was removed), WouldBlock (no data yet).
         """
         while True:
             with suppress(YieldLock):
@@ -237,9 +238,11 @@ class OpenFile:
     ) -> Steps:
         """Do a write of `data` in steps, and return the number of bytes taken.
 
-        `prepared` is the result of prepare(), if it was called. `is_part`: whether the next write continues
-        the text after the last newline.
-        Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), or the error of the file's command.
+        `prepared` is the result of prepare(), if it was called. `is_part`: whether `data` ends in the middle
+        of a line, which the next write continues.
+
+        Raises: KernelError EBADF (not open for writing), EINVAL (the file cannot be written), ENODEV (the
+        node was removed), or the error of the file's command.
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")

@@ -37,7 +37,10 @@ class OpenPipe(OpenFile):
     """An open PipeFile, whose reads consume the stream."""
 
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
-        """Connect to the stream. Raises: KernelError EBUSY (the stream has a reader and allows only one)."""
+        """Open `node`, and connect to its stream.
+
+        Raises: KernelError EBUSY (the stream has a reader and allows only one).
+        """
         super().__init__(node, flags, client)
         self._source = node.connect()
 

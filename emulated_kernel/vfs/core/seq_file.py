@@ -36,7 +36,7 @@ def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> 
 
 
 class RecordStream:
-    """A Records function for one open file, which takes the records from one iterator.
+    """A Records function for one open file. It takes the records from an iterator.
 
     A read at the beginning of the file calls `begin` to get a new iterator. Other requests may run between
     two records.
@@ -81,13 +81,13 @@ class SeqReader:
         self._buffer = b""
         """The data that an unfinished read has rendered so far."""
         self._skipped = 0
-        """Number of bytes from the next record on that are still to be rendered and dropped."""
+        """Number of bytes, from the next record on, that the current read must still render and drop."""
         self._index = 0
         self._position = 0
         self._is_paused = False
-        """Whether the last call of read() raised YieldLock, so that the next call continues it."""
+        """Whether the last call of read() raised YieldLock, and the next call continues the read."""
         self._is_at_end = False
-        """Whether the last read returned the data before an END, so that the next read returns no data."""
+        """Whether the last read returned the data before an END, and the next read returns no data."""
 
     def read(self, size: int, position: int) -> bytes:
         """Return at most `size` bytes from the file position `position` on, or b"" at the end.
@@ -162,7 +162,7 @@ class OpenSeq(OpenFile):
 
 
 class SeqFile(File):
-    """A file of records, which are rendered when they are read. If it has none, read(2) returns EINVAL.
+    """A file of records, which are rendered when they are read. If `records` is None, read(2) returns EINVAL.
 
     Linux: root can open the file for writing, and write(2) returns EINVAL.
     """

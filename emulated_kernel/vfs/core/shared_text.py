@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakValueDictionary
 
 SHARED_SIZE = 4096
-"""Minimum size in bytes of a text that is shared. A shorter text costs less than its entry in the table."""
+"""Minimum size in bytes of a text that is shared. A shorter text costs less than an entry in `_texts`."""
 
 
 class SharedText:

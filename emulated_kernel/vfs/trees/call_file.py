@@ -73,9 +73,10 @@ def _split(line: str) -> list[str]:
 
 
 def _result(value: int, bits: int) -> str:
-    """Return a function's result as text, in hexadecimal and as a signed number.
+    """Return a function's result as text, in hexadecimal and as a signed number of `bits` bits.
 
-    The C type of the result is unknown. If the register could hold a negative int, the int is shown too.
+    `value`: content of the result register. The C type of the result is unknown. If the low 32 bits of a
+    wider register are a negative int, and all bits above them are 0, this int is shown too.
     """
     if bits > 32 and value >> 31 == 1:
         return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"

@@ -53,9 +53,9 @@ def kprobes_directory(
 
 
 def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
-    """Return the file `return_hook`, which lists the shadow stacks with the current one in brackets.
+    """Return the file `return_hook`, which lists the kinds of shadow stacks, the current one in brackets.
 
-    A write selects another shadow stack.
+    A write selects another kind.
     """
 
     def names() -> str:
@@ -71,9 +71,9 @@ def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
     """Return the file `stages`, with a switch that makes each change of a probe's jump stop after each step.
 
     A change writes the jump or removes it. The first line of the file shows the switch. A further line
-    describes each change that has stopped. Writing 0 or 1 sets the switch. After `1 MILLISECONDS`, a stopped
-    change continues by itself when this time has passed. Writing `next` makes all stopped changes do their
-    next step. Linux has no such file.
+    describes each change that has stopped. Writing 0 or 1 sets the switch. Writing `1 MILLISECONDS` sets the
+    switch to 1, and lets each stopped change continue by itself after this time. Writing `next` makes all
+    stopped changes do their next step. Linux has no such file.
     """
 
     def lines() -> Iterator[str]:

@@ -86,7 +86,7 @@ class _LimitsFile:
     def parsed(self, line: str) -> Callable[[], None]:
         """Parse `NAME NUMBER` or `NAME max` and return a function that sets the limit.
 
-        Raises: KernelError EINVAL, ERANGE.
+        Raises: KernelError EINVAL (not such a line, or no such limit), ERANGE (the number is out of range).
         """
         words = line.split()
         if len(words) != 2:

@@ -29,9 +29,10 @@ def root_tree(
 ) -> NodeTree:
     """Return the tree of control files of a mount.
 
-    `machine`: the files of machine/. `mounted_on`: the directories of the root on which the guest's own files
-    are mounted. If `is_tracefs` is set, the root is tracefs. Then kprobes/, machine/ and sysctl/ are in the
-    directory CONTROL, which listings omit. `log` writes to the kernel log; see kprobes_directory().
+    `machine`: name -> file of machine/. `mounted_on`: name -> directory of the root on which files of the
+    guest itself are mounted; not used if `is_tracefs` is True. In that case, the root is tracefs, and
+    kprobes/, machine/ and sysctl/ are in the directory CONTROL, which listings omit. `log` writes to the
+    kernel log; see kprobes_directory().
     """
     tracing = kernel.tracing
     control: dict[str, Node] = {

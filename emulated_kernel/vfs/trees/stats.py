@@ -47,7 +47,7 @@ def stats_directory(kernel: KernelComponents, owner: Owner) -> Directory:
     registry = events.registry
 
     def find_group(name: str) -> Mapping[str, TraceEvent] | None:
-        """Return the events of a group that has kprobe events, or None for another group.
+        """Return all events of the group `name`, or None if the group has no kprobe event.
 
         The result is the same dictionary while the group exists.
         """
@@ -90,7 +90,7 @@ class ProbeSwitches(NamedTuple):
     asked: str
     """The "0" or "1" that was written to the file `optimized` and still applies, or ""; see _asked()."""
     can_change: bool
-    """Whether the switches can be set: the probes are registered, and the code of each still exists."""
+    """Whether the switches can be set: the probes are registered, and the probed code still exists."""
 
 
 def probe_switches(kernel: KernelComponents) -> Iterator[ProbeSwitches]:
@@ -211,7 +211,7 @@ class _EventStats:
         return Directory(_DIRECTORY, files)
 
     def state(self) -> Mapping[str, str | int | bool]:
-        """Return the event's name and the contents of the event's files as a map for JSON.
+        """Return a map for JSON: the event's name, and the values of some of the event's files.
 
         The value of the key `event` is GROUP/EVENT. All other keys are names of files in the event's
         directory.

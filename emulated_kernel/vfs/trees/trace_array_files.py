@@ -44,7 +44,10 @@ from emulated_kernel.vfs.core.seq_file import Records, RecordStream, SeqFile, li
 from emulated_kernel.vfs.trees.events_dir import events_directory
 
 NAME_MAX = 100
-"""Maximum length of a tracer's name in bytes. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
+"""Maximum length of a tracer's name in bytes; the rest of a longer name is ignored.
+
+Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1).
+"""
 CLOCK_BUFFER = 64
 """Size in bytes of Linux's buffer for a clock's name and a NUL.
 
@@ -52,7 +55,7 @@ Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
 """
 _MASK_CHUNK = 32
 _EVENT_COLUMN = 32
-"""Column at which filters and triggers begin in the lists of all events."""
+"""Column at which the filter or trigger begins in show_event_filters and show_event_triggers."""
 _ULONG_MAX = (1 << 64) - 1
 
 
@@ -212,7 +215,7 @@ def _buffer_files(tracing: Tracing) -> dict[str, Node]:
 
 
 def _subbuf_file(array: TraceArray) -> dict[str, Node]:
-    """Return the file buffer_subbuf_size_kb by its name, or an empty dict if the kernel does not have it.
+    """Return name -> file for buffer_subbuf_size_kb; the dict is empty if the kernel lacks the file.
 
     Mirrors: kernel/trace/trace.c:buffer_subbuf_size_read, buffer_subbuf_size_write (v6.12).
     """
@@ -440,7 +443,7 @@ def clock_name(data: bytes) -> str:
 
 
 def mask_text(mask: int, cpus: int) -> str:
-    """Return the text of a CPU mask in hexadecimal, in chunks of 32 bits with commas between them.
+    """Return a mask of `cpus` CPUs as hexadecimal text, in chunks of 32 bits with commas between them.
 
     Mirrors: lib/vsprintf.c:bitmap_string (v6.1).
     """

@@ -75,8 +75,8 @@ def encoded(entry: Entry) -> bytes:
 class Journal:
     """A journal to which entries are appended.
 
-    The journal is written to a new file. The new file replaces the file at `path` after its first entries
-    are written.
+    The journal is written to a new file. When the first entries are written, the new file replaces the file
+    at `path`.
     """
 
     def __init__(self, path: Path, data: bytes) -> None:

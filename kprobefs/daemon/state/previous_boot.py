@@ -20,7 +20,7 @@ from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 LAST = "last"
-"""Name of the instance with the earlier records of the top directory.
+"""Name of the instance with the earlier records of the top-level trace array.
 
 The earlier records of an instance NAME are in the instance `last.NAME`.
 """
@@ -36,7 +36,7 @@ def is_last(instance: str) -> bool:
 def last_names(instances: Iterable[str]) -> dict[str, str]:
     """Return a map name of an earlier daemon's instance -> name of the instance that shows its records.
 
-    The name "" means the top directory. A name that would be too long is shortened.
+    The name "" means the top-level trace array. A name that would be too long is shortened.
     """
     found: dict[str, str] = {}
     # Long names come last, so that the short ones keep the form that they always have.
@@ -56,11 +56,11 @@ class ArrayPlace:
     """Location of a trace array's ring buffers in the file of records, and the name of the array's clock."""
 
     name: str
-    """Name of the instance; "" for the top directory."""
+    """Name of the instance; "" for the top-level trace array."""
     controls: tuple[int, ...]
-    """Offsets of two control blocks from the start of each CPU's area, in ascending order.
+    """Offsets in bytes of two ring buffers' control blocks in each CPU's per-CPU area, ascending.
 
-    One control block is that of the array's own buffer, and the other is that of its snapshot buffer.
+    One is the control block of the array's own buffer, and the other is that of its snapshot buffer.
     """
     clock: str
     time_start: int
@@ -100,10 +100,11 @@ class LastRecords:
 def read_records(
     file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
 ) -> tuple[LastRecords, SavedCmdlines]:
-    """Return the intact records and the saved command names in `file`, written by a kernel equal to `kernel`.
+    """Return the intact records and the saved command names that an equal kernel has written to `file`.
 
-    `places`: locations of the trace arrays in the file. `names_at`: offset of the saved command names in
-    bytes.
+    An equal kernel has the same fingerprint() as `kernel`. `places`: locations of the trace arrays in the
+    file. `names_at`: virtual address of the saved command names in the kernel that wrote them.
+
     Raises: OSError, ValueError (it is not a file of an equal kernel).
     """
     layout = kernel.machine.records.persistent_layout
@@ -231,20 +232,24 @@ def _show(array: TraceArray, place: ArrayPlace, past: PreviousBootRecords) -> No
 def _instance(kernel: Kernel, name: str) -> Tracing:
     """Return the instance `name`. If it is missing, create it, even beyond the limit on instances.
 
-    Raises: KernelError.
+    Raises: KernelError (it cannot be created).
     """
     return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name, is_limited=False)
 
 
 def show_empty(kernel: Kernel) -> None:
-    """Create the instance `last` without records, so that it always exists. Raises: KernelError."""
+    """Create the instance `last` without records, so that it always exists.
+
+    Raises: KernelError (it cannot be created).
+    """
     _instance(kernel, LAST)
 
 
 def make_again(kernel: Kernel, former: Kernel) -> None:
     """Create in `kernel` the instances `last` and `last.NAME` that the kernel `former` has.
 
-    The records that `former` shows in them can then be moved to `kernel`. Raises: KernelError.
+    The records that `former` shows in them can then be moved to `kernel`. Raises: KernelError (an instance
+    cannot be created).
     """
     for name in filter(is_last, former.trace_arrays.names()):
         _instance(kernel, name)

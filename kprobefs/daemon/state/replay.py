@@ -17,7 +17,7 @@ from kprobefs.definitions.tracefs_files import TreeFiles
 
 MODULES = "machine/modules"
 PLACE = "what was defined"
-"""Text that stands for the journal in error messages about its lines."""
+"""Name of the journal in error messages about its lines."""
 
 
 class Replay:

@@ -47,7 +47,7 @@ COUNTS_AGE = 1.0
 RETRY_PAUSE = 1.0
 """Minimum seconds from a failed attempt to write a new journal to the next attempt."""
 COMPACT_SIZE = 256 << 10
-"""Size of a journal in bytes after which a new journal is written from the current definitions."""
+"""Minimum size in bytes of a journal that is replaced by a new one, written from the current definitions."""
 _UNSAVED_FILES = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
 )
@@ -76,7 +76,7 @@ class _NewIds(EventWatcher):
         del event
 
     def take(self) -> dict[str, list[str]]:
-        """Return a map id -> group and name, for the new events, and forget these events."""
+        """Return a map id -> [group, name] of the new events, and forget these events."""
         events = self.events
         self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
@@ -92,7 +92,7 @@ class SavedState(ChangeWatcher, TaskObserver):
     """
 
     def __init__(self, directory: StateDirectory, root: str) -> None:
-        """Use the state in `directory`.
+        """Create an object that restores and saves the state in `directory`.
 
         `root`: prefix that turns a path of the mount into the path with `--layout full`. It is "tracing/" if
         the mount has `--layout tracefs`, else "".
@@ -121,7 +121,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._settled = 0
         """Number of changes that were removed from the queue so far, and that are written or have failed."""
         self._writing = threading.Lock()
-        """Lock of the thread that writes the queue.
+        """Lock that a thread holds while it writes the queue.
 
         While a thread holds this lock, it does not take the control lock.
         """
@@ -129,7 +129,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._failure = ""
         """Reason why changes are not saved at present, or "" if they are saved."""
         self._again_at = 0.0
-        """Monotonic time of the next attempt to save."""
+        """Earliest monotonic time, in seconds, of the next attempt to save after a failure."""
         self._found = "nothing"
         self._troubles: list[str] = []
         """Messages about the parts of an earlier daemon's state that could not be restored."""
@@ -209,7 +209,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
-        """Rename the files of the earlier state, because it cannot be used.
+        """Rename the files of the earlier state to `aside.*`, because the state cannot be used.
 
         `reason`: the exception that restoring the state raised.
         """
@@ -337,7 +337,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         yield {"counts": self._counts}
 
     def _append(self, entry: Entry, *, is_awaited: bool = True) -> None:
-        """Append the change `entry` to the queue.
+        """Append the change `entry` to the queue, or a whole new journal if one is due (see COMPACT_SIZE).
 
         If the change has created events or buffers, the entry gets the events' ids or the locations of all
         buffers. `is_awaited`: the next settle() of this thread waits until the entry is written; False: it
@@ -374,7 +374,7 @@ class SavedState(ChangeWatcher, TaskObserver):
             self._own.last = self._queued
 
     def settle(self) -> None:
-        """Write the queue until the changes of this thread are in the journal; see ChangeWatcher."""
+        """Write the queue to the journal, including all changes of this thread; see ChangeWatcher."""
         last = getattr(self._own, "last", 0)
         if last <= self._settled:
             return

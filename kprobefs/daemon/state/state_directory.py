@@ -18,7 +18,7 @@ LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
 """Seconds between two attempts to lock. A killed daemon holds the lock until its memory is freed."""
 DIGITS = 9
-"""Maximum size in bytes of the file in which the attempts to restore the state are counted."""
+"""Maximum number of digits in the file that counts the attempts to restore the state."""
 ATTEMPTS = 3
 """Maximum number of attempts in a row to restore a state.
 
@@ -26,12 +26,12 @@ An attempt is counted when it begins, and a successful one resets the count. So 
 is killed counts as failed.
 """
 TROUBLE = "trouble "
-"""Start of a line of machine/state about a part of the state that could not be restored.
+"""Start of each line of the file machine/state that names a part of the saved state that was not restored.
 
 The mount command prints these lines.
 """
 UNKEPT = "kept no"
-"""Start of the line of machine/state with the reason why nothing is saved.
+"""Start of the line of the file machine/state that tells why nothing is saved.
 
 The mount command prints the line.
 """
@@ -64,7 +64,7 @@ class RestoreAttempts:
         self._path = path
 
     def begin(self) -> bool:
-        """Count a new attempt, and return True. Return False if ATTEMPTS attempts are counted already."""
+        """Count a new attempt and return True, or return False if ATTEMPTS attempts are already counted."""
         count = self._count()
         if count >= ATTEMPTS:
             return False
@@ -90,7 +90,7 @@ class RestoreAttempts:
         return 0
 
     def end(self) -> None:
-        """Forget the attempts, because the state is restored."""
+        """Reset the count to 0, after the state has been restored."""
         with suppress(OSError):
             self._path.unlink()
 
@@ -99,7 +99,10 @@ class StateDirectory:
     """The directory with the files of a saved state, locked for this daemon."""
 
     def __init__(self, directory: str) -> None:
-        """Create and lock the directory. Raises: CliError (impossible, or another daemon uses it)."""
+        """Create the directory if it does not exist, and lock it.
+
+        Raises: CliError (it cannot be opened, is not private to this user, or is used by another daemon).
+        """
         self.path = Path(directory)
         self.journal = self.path / "journal"
         self.attempts = RestoreAttempts(self.path / "attempts")
@@ -128,7 +131,7 @@ class StateDirectory:
         return False
 
     def records(self) -> list[Path]:
-        """Return the paths of all files of records; the list is empty if the directory cannot be read."""
+        """Return the paths of all files records.NUMBER, or an empty list if the directory cannot be read."""
         with suppress(OSError):
             return [path for path in self.path.iterdir() if _RECORDS.fullmatch(path.name)]
         return []

@@ -83,7 +83,7 @@ class BuiltinCalls(GuestCalls):
         self._clients.looked_up(client, path, found, self.on_file)
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """Repeat in the guest the client's call on a descriptor, if it is one of `names`; see GuestCalls.
+        """Repeat in the guest the client's call on a descriptor, if its name is in `names`; see GuestCalls.
 
         `file`: the file of the descriptor; None for any file with the path `path` that the guest has open.
         """
@@ -101,9 +101,8 @@ class BuiltinCalls(GuestCalls):
     ) -> None:
         """Repeat the client's call on a file in the guest, and ignore errors of the guest; see GuestCalls.
 
-        A call by paths must be one of `names`, and a call on a descriptor one of `by_fd`; any other call is
-        not repeated. `path` and `more`: the paths of the call. The repeated call changes nothing in the
-        guest.
+        Repeat a call by paths only if its name is in `names`, and a call on a descriptor only if its name is
+        in `by_fd`. `path` and `more`: the paths of the call. The repeated call changes nothing in the guest.
         """
         call = facts_of(client).call
         if call is None:
@@ -269,8 +268,8 @@ class BuiltinCalls(GuestCalls):
     def _number(self, client: Client, file: ControlFile) -> int | None:
         """Return the number of the file's descriptor in the client's process; None if it is unknown.
 
-        The number is that in the client's current call, if the call was read. Otherwise it is the number
-        that was found at the open, or at an earlier call of the process that opened the file.
+        The number is that in the client's current call, if the host has read which call it is. Otherwise it
+        is the number that was found at the open, or at an earlier call of the process that opened the file.
         """
         call = facts_of(client).call
         if call is None or call.fd is None:
@@ -302,7 +301,7 @@ class BuiltinCalls(GuestCalls):
         return partial(self._write, write, fd, self._in_guest(inner, consume), consume)
 
     def _fd_to_write(self, file: ControlFile) -> int | None:
-        """Return the guest's descriptor to which clients write a file, or None if there is none.
+        """Return the guest's descriptor for writes to the file, or None if the guest does not have it open.
 
         If no probe can notice opens, the guest may lack files that clients have open; open these files in
         the guest first. The write may arm a probe that can notice calls on them, and the guest cannot open
@@ -374,8 +373,8 @@ class BuiltinCalls(GuestCalls):
         """Create or remove a directory by calling `act`; see GuestCalls.
 
         If a probe could notice the client's call, the client's task makes the call in the guest, and the host
-        calls `act` during this call. `names`: names of the client's possible system calls. `args`: arguments
-        of the call after the path.
+        calls `act` during this call. `names`: names of the system calls that the client may have made.
+        `args`: arguments of the call after the path.
         """
         if not self.sees_lookups:
             act()

@@ -97,7 +97,8 @@ class ClientCalls:
         """Make the client's task repeat the client's own system call, and return the result.
 
         `walks`: the paths of the call, relative to the mount's root. `exists`: whether the last name exists
-        on the host. `hostfs`: serves the control file that the call works on.
+        on the host. `hostfs`: answers the call's requests to the host about a control file; None lets them
+        fail with EBADF.
         Raises: KernelError (the errno of the guest's call).
         """
         task = self.task(client)

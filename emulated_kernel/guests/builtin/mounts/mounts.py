@@ -22,7 +22,7 @@ from emulated_kernel.vfs.mount import Mount
 GUESTS_OWN = ("/scratch", "/dev")
 """Directories of the mount whose files live in the guest's own file systems."""
 LASTING = ("kprobes", "machine", "scratch", "tracing")
-"""Directories of the mount's root that a reboot keeps."""
+"""Directories in the mount's root that exist as long as the mount, whichever kernel it shows."""
 
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
@@ -67,7 +67,7 @@ class Mounts:
         self._mounts[mount] = None
 
     def _open_in_guest(self, names_end: bool) -> None:
-        """Open in the guest all files that clients have open in any mount but that are not open in the guest.
+        """Open in the guest all files of all mounts that clients, but not the guest, have open.
 
         This precedes a change after which a probe can notice more calls. `names_end`: see
         FileSystem.open_in_guest.

@@ -80,8 +80,9 @@ class ScratchFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file, by a call of the client's task; see FileDescription.
 
-        The task reads at the position of the guest's open file. If `offset` differs from this position, the
-        client has called lseek(2), so the task first calls lseek, too.
+        The task reads at the position of the guest's open file. If `offset` of a read(2) differs from this
+        position, the client has called lseek(2), so the task first calls lseek, too. For a pread64(2) or an
+        unknown call, the task reads at such an offset by pread64.
         """
         with self.fs.lock:
             if self.error:
@@ -91,8 +92,9 @@ class ScratchFile(FileDescription):
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write data to the open file, by a call of the client's task; see FileDescription.
 
-        The task writes at the position of the guest's open file. If `offset` differs from this position, the
-        client has called lseek(2), so the task first calls lseek, too.
+        The task writes at the position of the guest's open file. If `offset` of a write(2) differs from this
+        position, the client has called lseek(2), so the task first calls lseek, too. For a pwrite64(2) or an
+        unknown call, the task writes at such an offset by pwrite64.
         """
         with self.fs.lock:
             if self.error:
@@ -213,7 +215,7 @@ class ScratchFs(FileSystem):
 
     @property
     def sees_lookups(self) -> bool:
-        """Whether getattr() now repeats its client's calls in the guest; see FileSystem."""
+        """Whether getattr() now repeats the calls of its `client` in the guest; see FileSystem."""
         return self.guest.is_watched(Calls.NAMES)
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
@@ -250,7 +252,7 @@ class ScratchFs(FileSystem):
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory; see FileSystem.
 
-        The mount replaces the entry ".." of the root.
+        The mount replaces the entry ".." of this file system's top directory.
         """
         del client
         above = path if path == self._top else path.rpartition("/")[0]
@@ -367,8 +369,9 @@ class ScratchFs(FileSystem):
     def _follow(self, task: GuestTask, call: ClientCall, name: str, file: ScratchFile, offset: int) -> None:
         """Repeat an lseek(2) that the client has made before its read or write.
 
-        FUSE does not report lseek(2). The client has called it if `offset`, the offset of the read or
-        write, differs from the file's position in the guest.
+        `name`: read or write; if the client's `call` is another one, do nothing. FUSE does not report
+        lseek(2). The client has called it if `offset`, the offset of the read or write, differs from the
+        file's position in the guest.
         """
         if call.name != name or offset == file.position:
             return
@@ -421,7 +424,7 @@ class ScratchFs(FileSystem):
         return next((found for found in same if found.number == number), same[0] if same else None)
 
     def _as_called(self, client: Client, names: Collection[str], *walks: str) -> bool:
-        """Repeat the client's system call in the guest, if it is one of `names`; return whether it was.
+        """Repeat the client's system call in the guest if it is in `names`; return whether it was repeated.
 
         `walks`: paths of the call, relative to the mount's root. The client's call must have as many paths;
         otherwise it is not repeated.

@@ -58,7 +58,7 @@ class IsolatedProcesses(HostProcesses):
         super().follow(self.host_pid(pid))
 
     def exited(self) -> list[int]:
-        """Return the guest's pids of clients that have ended, in ascending order.
+        """Return the guest's pids of clients that have ended since the last call, in ascending order.
 
         The list is sorted because the host reports ends in any order, and the guest must not depend on that
         order.

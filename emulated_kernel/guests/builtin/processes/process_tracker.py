@@ -27,7 +27,7 @@ PID_MAX = 4194304
 Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1).
 """
 MAX_UNNAMED = 8
-"""Maximum number of newly forked tasks whose processes are checked for a changed name after an execve."""
+"""Maximum number of newly forked tasks whose processes are checked for a new name, which an execve gives."""
 MAX_TASKS = 500
 """Maximum number of tasks; above it, a task ends right after its fork, since tasks take guest memory."""
 MAX_EXITS = 64
@@ -56,7 +56,7 @@ class ProcessTracker(TaskObserver):
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
         """Recently forked tasks that still have their parents' names; most will soon call execve(2)."""
         self._unnamed_until = 0.0
-        """Monotonic time until which the names of the tasks in `_unnamed` are checked."""
+        """Time of time.monotonic() until which the names of the tasks in `_unnamed` are checked."""
         self._forked: list[Fork] = []
         """Forks that must still be replayed, oldest first."""
         self._ended: dict[int, None] = {}
@@ -176,7 +176,7 @@ class ProcessTracker(TaskObserver):
     def resident(self, pid: int, comm: str) -> GuestTask:
         """Return the daemon's task whose pid is `pid`; create the task if it is missing.
 
-        No host process may have this pid. Raises: KernelError ENOMEM.
+        No host process may have this pid. Raises: KernelError ENOMEM (the guest lacks the memory).
         """
         return self._by_pid.get(pid) or self._create(pid, comm, 0, 0)
 
@@ -193,7 +193,7 @@ class ProcessTracker(TaskObserver):
     def catch_up(self, client: int = 0) -> None:
         """Replay in the guest the forks and exits of clients and of their descendants since the last request.
 
-        `client`: pid on the host of the process that makes the request.
+        `client`: pid on the host of the process that makes the request; 0 if there is none.
         """
         self._look(client)
         while self._forked:
@@ -216,10 +216,10 @@ class ProcessTracker(TaskObserver):
         return any(comm and comm != known for known, comm in names)
 
     def _look(self, client: int) -> None:
-        """Take new forks and exits from the watch, and queue them for replay.
+        """Take new forks and exits from the ProcessWatch, and queue them for replay.
 
-        `client`: pid on the host of the process that makes the request. If this pid belonged to another
-        process before, queue the exit of that process.
+        `client`: pid on the host of the process that makes the request; 0 if there is none. If this pid
+        belonged to another process before, queue the exit of that process.
         """
         if self._watch.has_events():
             self._forked += self._watch.forks()
@@ -253,7 +253,7 @@ class ProcessTracker(TaskObserver):
     def _fork(self, fork: Fork) -> None:
         """Replay a host's fork in the guest: make the parent's task call kernel_clone.
 
-        Do nothing if the parent has no task, or if the child has one already.
+        Do nothing if the parent has no task that can fork, or if the child has a task already.
         """
         parent = self._parent(fork)
         if fork.pid in self._by_pid or parent is None:
@@ -276,7 +276,7 @@ class ProcessTracker(TaskObserver):
     def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
         """Make a task fork a child with the pid `pid`; return the child's task, or None if the fork failed.
 
-        Raises: KernelError EIO.
+        Raises: KernelError EIO (the guest's task list lacks the new task).
         """
         self._kernel.set_field(parent.addr, "host_clone_pid", pid)
         if self._runner.syscall(parent, self._nr["clone"], FORK_FLAGS, 0, 0, 0, 0) != pid:
@@ -337,8 +337,9 @@ class ProcessTracker(TaskObserver):
     def _follow_name(self, task: GuestTask, comm: str | None) -> None:
         """Rename a task whose process has changed its name; do not repeat the execve(2) that changed it.
 
-        The guest repeats the execve at the process's own request. Then its path is known, and whether a trace
-        shows the execve does not depend on other processes' requests. A task in a system call keeps its name.
+        The guest repeats the execve at the process's own request. Then the program's path is known, and
+        whether a trace shows the execve does not depend on other processes' requests. A task in a system call
+        keeps its name.
         """
         if not comm or comm == task.comm or task.request is not None:
             return

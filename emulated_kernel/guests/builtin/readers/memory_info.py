@@ -15,7 +15,7 @@ _MAX_NAME = 64
 
 
 def read_memory(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> MemoryInfo:
-    """Return the memory counters of a stopped guest, without slab caches that are damaged."""
+    """Return the memory counters of a stopped guest; the pages of damaged slab caches are not counted."""
     zone = address_of(symbols, "contig_zone")
     word = reader.word
     u32 = reader.u32

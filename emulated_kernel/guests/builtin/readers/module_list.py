@@ -30,7 +30,7 @@ _SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
 
 
 class ModuleReader:
-    """Reads struct modules, with the offsets in the guest's ABI table."""
+    """Reads instances of struct module, with the offsets in the guest's ABI table."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ModuleReader:
         abi: Mapping[str, int],
         is_module_memory: Callable[[int, int], bool],
     ) -> None:
-        """Create a reader of one list of modules or of one module.
+        """Create a reader for one reading of the list of modules, or of one module.
 
         `is_module_memory(start, size)` returns True if the loader has allocated this memory for a module.
         """
@@ -63,7 +63,10 @@ class ModuleReader:
         return None if state == ModuleState.UNFORMED else self._info(module, ModuleState(state))
 
     def name(self, module: int) -> str:
-        """Return the name of the module whose struct module is at `module`. Raises: MemoryFault."""
+        """Return the name of the module whose struct module is at `module`.
+
+        Raises: MemoryFault (the name cannot be read).
+        """
         raw = self._reader.read(module + self._abi["module.name"], _NAME_SIZE)
         return raw.split(b"\0", 1)[0].decode("ascii", "replace")
 
@@ -92,7 +95,7 @@ class ModuleReader:
         )
 
     def _bytes(self, *parts: Range) -> dict[int, bytes]:
-        """Return address -> content for each of `parts`, ranges of a module's memory, except empty ones."""
+        """Return address -> content of each non-empty range in `parts`, ranges of a module's memory."""
         present = [part for part in parts if part.start]
         return {part.start: self._reader.read(part.start, part.end - part.start) for part in present}
 

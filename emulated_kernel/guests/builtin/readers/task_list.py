@@ -18,7 +18,7 @@ Mirrors: include/linux/sched.h:task_index_to_char.
 def task_structs(reader: GuestReader, symbols: Kallsyms, abi: Mapping[str, int]) -> Iterator[int]:
     """Yield the addresses of all task_structs, the idle task's first.
 
-    Raises: MemoryFault (after the intact part of the list).
+    Raises: MemoryFault (the list is damaged; raised after its intact part).
     """
     link = abi["task_struct.tasks"]
     first = symbols.lookup_name("init_task") or 0

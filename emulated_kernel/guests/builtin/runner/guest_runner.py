@@ -31,7 +31,7 @@ NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the runner tries again to interrupt an overlong run, if no interrupt can be taken now."""
 MAX_WATCHDOGS = 4
-"""Maximum number of watchdog interrupts of an overlong run. If the run continues, the guest is dead."""
+"""Maximum number of watchdog interrupts of an overlong run; if it goes on, the guest is declared dead."""
 AFTER_WATCHDOG = 0.25
 """Seconds that a run may take after a watchdog interrupt."""
 KERN_EMERG = 0
@@ -69,7 +69,7 @@ class GuestTask:
     has_executed: bool = False
     """Whether the process has probably called execve(2), which its next request repeats in the guest."""
     request: Request | None = field(default=None, repr=False)
-    """System call that the task is to make or has not finished."""
+    """System call that the task is to make or has not finished; None if there is none."""
 
 
 @dataclass(eq=False)
@@ -192,9 +192,10 @@ class GuestRunner:
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """Run a system call in a task and return its result, which may be a negative errno.
 
-        `nr`: number of the call. `hostfs` serves the control file that the call works on.
-        Raises: WouldBlock (the task sleeps in a control file; call `resume` later), KernelError EIO (the
-        guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
+        `nr`: number of the call. `hostfs`: answers the call's requests to the host; None lets them fail with
+        EBADF.
+        Raises: WouldBlock (the task sleeps in a request to a control file; call `resume` later), KernelError
+        EIO (the guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
         """
         return self.run(task, Request(nr, args, hostfs))
 
@@ -207,7 +208,7 @@ class GuestRunner:
         return self._finish(task)
 
     def resume(self, task: GuestTask) -> int:
-        """Make a task repeat its request to the control file in which it sleeps; return the call's result.
+        """Make a sleeping task repeat its request to a control file; return the result of its system call.
 
         Raises: as `syscall`.
         """
@@ -499,7 +500,7 @@ class GuestRunner:
     def _serve(self, trap: Trap) -> int:
         """Answer a hypercall that requests a control file, the module loader or another service of the host.
 
-        The guest is in the middle of a system call.
+        The guest is in the middle of a system call. Return the result for the guest, or a negative errno.
         """
         task = self._tasks.get(self._kernel.current_task())
         request = None if task is None else task.request

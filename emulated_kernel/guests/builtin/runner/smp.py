@@ -54,9 +54,9 @@ class SmpGuestRunner(GuestRunner):
         self._seats: list[tuple[CpuPosition, GuestTask | None]] = [
             (CpuPosition.OFFLINE, None)
         ] * machine.config.cpus
-        """Number of a CPU -> (position of the CPU, its task in user mode or None).
+        """Number of a CPU -> (position of the CPU, such as idle or offline; its task in user mode or None).
 
-        The item of the current CPU is out of date.
+        The item of the current CPU is out of date; `_at` and `_user` have its values.
         """
         self._turns = 0
         """Number of successive turns in which no CPU has become idle or entered user mode."""
@@ -72,9 +72,9 @@ class SmpGuestRunner(GuestRunner):
         """
 
     def add(self, task: GuestTask) -> None:
-        """Add a task, which may be in user mode already.
+        """Let the runner run a task, which may be in user mode already.
 
-        Another CPU can run a new child while the parent is still in fork(2).
+        For example, another CPU can run a new child while the parent is still in fork(2).
         """
         super().add(task)
         for number in self._round():
@@ -94,7 +94,7 @@ class SmpGuestRunner(GuestRunner):
         self._at, self._user = self._seats[number]
 
     def _seat(self, number: int) -> tuple[CpuPosition, GuestTask | None]:
-        """Return where CPU `number` is, and its task in user mode.
+        """Return the position of CPU `number`, such as idle or offline, and its task in user mode.
 
         The task is None if the CPU is not in user mode.
         """
@@ -176,8 +176,8 @@ class SmpGuestRunner(GuestRunner):
     def _is_other(self, number: int) -> bool:
         """Return True if CPU `number` is online and must be interrupted by sync_core().
 
-        The current CPU need not be, because it patches the text. The exception is a current CPU that was left
-        in the middle of kernel code, while no hypercall is served: then it is not the one that patches.
+        The current CPU usually patches the text, and then need not be interrupted. It must be interrupted if
+        it was left in the middle of kernel code while no hypercall is served, because it then does not patch.
         """
         at = self._seat(number)[0]
         if number == self._machine.cpu:
@@ -367,7 +367,7 @@ class SmpGuestRunner(GuestRunner):
     def _resume_cpu_of(self, task: GuestTask, *, may_rouse: bool) -> bool:
         """Resume a CPU at rest that can make the task `task` continue; return False if there is no such CPU.
 
-        A sleeping task is woken only if `may_rouse` is True.
+        If the task sleeps, wake it if `may_rouse` is True, otherwise return False.
         """
         place = self._place_of(task)
         if place is not None:
@@ -390,7 +390,7 @@ class SmpGuestRunner(GuestRunner):
     def _rouse(self, task: GuestTask) -> bool:
         """Wake the sleeping task `task`, preferably on an idle CPU; return False if no CPU can take it.
 
-        Without an idle CPU, it is woken on the CPU on which it ran last, if that CPU has a task in user mode.
+        If no CPU is idle, wake the task on the CPU on which it ran last, if that CPU has a task in user mode.
         """
         last = self._kernel.cpu_of(task.addr)
         idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is CpuPosition.IDLE), None)

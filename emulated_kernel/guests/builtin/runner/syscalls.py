@@ -47,7 +47,7 @@ The first half has the path as the process passed it, and the second half the pa
 _MAX_PATHS = 2
 """Maximum number of paths among the arguments of a system call."""
 _WALKS_ONLY = 2
-"""Value of task_struct.host_names for a call whose names could not be read.
+"""Value of task_struct.host_names for a call with unreadable paths: only the paths to walk are known.
 
 Mirrors: HOST_NAMES_UNKNOWN of the guest's host_abi.h.
 """
@@ -76,7 +76,7 @@ _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
     "rename": lambda old, new: ("renameat2", (AT_FDCWD, old, AT_FDCWD, new, 0)),
     "symlink": lambda target, path: ("symlinkat", (target, AT_FDCWD, path)),
 }
-"""Older system call of two arguments -> function that returns the newer call and its arguments."""
+"""Older system call of two arguments -> function of them that returns the newer call and its arguments."""
 
 
 class HostLookup(IntEnum):
@@ -162,9 +162,10 @@ class Syscalls:
         return name in self._nr
 
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """Make a system call by a task, and return the result; `hostfs` serves the call's control file.
+        """Let `task` make the system call `name`, and return the result.
 
-        Raises: KernelError, WouldBlock (see GuestRunner.syscall).
+        `hostfs`: serves the control file that the call works on; None if it works on none. Raises:
+        KernelError (the errno of the call), WouldBlock (see GuestRunner.syscall).
         """
         nr = self._nr[name]
         return check(self._runner.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
@@ -214,12 +215,12 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Make the system call `call`, in which a host process waits, by the process's task.
+        """Let `task` make the system call `call`, in which the task's host process waits.
 
         Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
         from the guest's root, which the guest walks in place of the call's paths. `lookup`: result of the
-        host's lookup of the last name. `hostfs`: serves the control file that the call works on. If the call
-        takes or returns a descriptor, the caller must use a numbered() block.
+        host's lookup of the path's last name. `hostfs`: serves the control file that the call works on. If
+        the call takes or returns a descriptor, the caller must use a numbered() block.
         Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:
@@ -287,10 +288,10 @@ class Syscalls:
     def _by_any_name(
         self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
     ) -> int:
-        """Make the system call that the guest has for a host process's call `name`; return the result.
+        """Make the system call `name`, or the one that replaces it in the guest; return the result.
 
-        If the guest lacks `name`, make the call that replaces it in the guest, with that call's arguments.
-        Raises: KernelError EOVERFLOW (an lseek offset exceeds the guest's long).
+        `args`: the arguments of the call `name`, as a host process passes them. Raises: KernelError EOVERFLOW
+        (an lseek offset exceeds the guest's long).
         """
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
@@ -402,7 +403,8 @@ class Syscalls:
     def look(self, path: str) -> GuestStat:
         """Return the attributes of a file or symbolic link, by the guest's function host_look_path.
 
-        No task makes a system call, so probes and tracers see nothing. Raises: KernelError.
+        No task makes a system call, so probes and tracers see nothing. Raises: KernelError (the errno of the
+        lookup; see also _ask()).
         """
         self._ask(self._look_path, path)
         return self._stat()

@@ -26,8 +26,9 @@ def clock_text(kernel: BuiltinKernelComponents) -> str:
 def parsed_clock(kernel: BuiltinKernelComponents, line: str) -> Callable[[], None]:
     """Parse a command of machine/clock and return a function that executes it.
 
-    A command is `[mode] KIND`, `seed N`, or both, such as `virtual seed 7`. KIND is one of KINDS. The guest's
-    time continues from its current value. Raises: KernelError EINVAL.
+    A command is `[mode] KIND`, `seed N`, or both, such as `virtual seed 7`. KIND is one of
+    machine/guest_clock.py:KINDS. The guest's time continues from its current value. Raises: KernelError
+    EINVAL (not such a command).
     """
     kind: str | None = None
     seed: int | None = None

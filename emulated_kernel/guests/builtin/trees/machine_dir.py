@@ -35,7 +35,10 @@ MAX_LOADS = 16
 def machine_tree(
     kernel: BuiltinKernelComponents, owner: Owner, further: Mapping[str, Node]
 ) -> dict[str, Node]:
-    """Return the files of machine/ and the files in `further`; only root and `owner` see addresses."""
+    """Return the files of machine/ and the files in `further`: name -> file.
+
+    Only root and `owner`, the owner of the mount's files, see addresses.
+    """
     image = kernel.live.core
     guest = kernel.guest
     reader = kernel.guest.kernel
@@ -130,7 +133,7 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 
 
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
-    """Read the files of the commands in `data`; return a function that executes the commands in steps.
+    """Read the module files that the commands in `data` name; return a function that executes the commands.
 
     The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, the
     earlier commands have been executed.

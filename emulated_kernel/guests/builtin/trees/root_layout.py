@@ -16,9 +16,12 @@ class RootLayout(Enum):
     """Content of a mount's root directory."""
 
     FULL = "full"
-    """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs."""
+    """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs.
+
+    The two files are kprobe_events and kprobe_profile.
+    """
     TRACEFS = "tracefs"
-    """tracefs itself and the directory CONTROL, for mounts at the path where tools look for tracefs."""
+    """The files of tracefs and the directory CONTROL, for mounts at the path where tools look for tracefs."""
 
 
 def build_filesystem(

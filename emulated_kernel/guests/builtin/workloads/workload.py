@@ -15,7 +15,7 @@ from emulated_kernel.guests.common.workloads import WorkloadKind
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
-"""Size in bytes of the file that a round of FILES writes; more than a page."""
+"""Size in bytes of the file that a workload FILES writes in each round; more than a page."""
 MESSAGE_SIZE = 512
 """Size of a message in bytes; less than the capacity of a pipe or connection."""
 SLEEP_NS = 1_000_000
@@ -94,7 +94,10 @@ class BackgroundWorkload:
         self._listener = -1
 
     def round(self) -> None:
-        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
+        """Make the calls of one round; if the task was killed, replace it first.
+
+        Raises: KernelError (a call failed).
+        """
         task = self._guest.processes.resident(self._pid, f"load/{self._kind.value}")
         self._round(task)
 

@@ -1,4 +1,4 @@
-"""Boot protocol: loads a kernel into RAM and runs it until its init process waits.
+"""Boot protocol of x86-64: loads a kernel into RAM. Also boots a kernel of any processor until init waits.
 
 Source: Documentation/x86/boot.rst and zero-page.rst, the 64-bit boot protocol.
 """
@@ -110,7 +110,7 @@ def _boot_parameters(top: int, initrd: int, initrd_size: int) -> bytearray:
 
 
 def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
-    """Make the host clear .bss. The guest's own `rep stosb` would take a tenth of the boot."""
+    """Make the host clear .bss. The guest's own `rep stosb` would take a tenth of the boot time."""
     for name in _CLEARS_BSS:
         address = kernel.kallsyms.lookup_name(name)
         found = kernel.kallsyms.lookup(address) if address else None
@@ -141,10 +141,10 @@ def _protect_data(machine: PcMachine, kernel: LinuxKernel) -> None:
 
 
 def boot(machine: LinuxMachine, kernel: LinuxKernel, progress: Callable[[int, int], None]) -> None:
-    """Run the kernel from its first instruction until init waits for requests in its stub.
+    """Run the kernel from its first instruction until init waits for the host's requests.
 
-    `progress` is called at each initcall. Its arguments are the number of initcalls that have begun, and the
-    number of all initcalls.
+    init then runs its stub, the user-mode code in which a task waits. `progress` is called at each initcall.
+    Its arguments are the number of initcalls that have begun, and the number of all initcalls.
     Raises: GuestFault (the guest has died; the message ends with the last line on the kernel's console).
     """
     calls = kernel.between("__initcall_start", "__initcall_end")

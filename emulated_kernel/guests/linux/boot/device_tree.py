@@ -16,7 +16,7 @@ from emulated_kernel.image.linux.linux_kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 
 LOAD_ADDRESS: Final = 2 << 20
-"""Physical address of the kernel's image, from the start of RAM."""
+"""Physical address at which the kernel's image is loaded; RAM begins at physical address 0."""
 _CLOCK = "read_persistent_clock64"
 """Symbol of the function that reads the time of day at the boot, from a machine's clock chip."""
 _RANDOM_SEED = bytes(range(1, 65))

@@ -45,8 +45,8 @@ class Reading(NamedTuple):
 def about_to_read(directory: Path, file: int, form: str) -> Reading:
     """Return a Reading of a file, with the remembered result of an earlier reading.
 
-    `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression; a result
-    that does not match it is ignored. Raises: OSError (of the file).
+    `directory`: contains the notes. `file`: descriptor of the file. `form`: a regular expression; a
+    remembered result that does not match it is ignored. Raises: OSError (the file's status cannot be read).
     """
     note = _note(directory, file)
     stored = None
@@ -84,8 +84,8 @@ def remember(reading: Reading, text: str) -> None:
 def last_read(directory: Path, file: int) -> float:
     """Return when the note of a file was last written or used, in seconds since 1970.
 
-    Return 0 if the file has no note, which is a remembered result. `directory`: contains the notes. `file`:
-    descriptor of the file.
+    Return 0 if the file has no note (remembered result). `directory`: contains the notes. `file`: descriptor
+    of the file.
     """
     with suppress(OSError):
         return _note(directory, file).stat().st_mtime
@@ -100,11 +100,15 @@ def _note(directory: Path, file: int) -> Path:
 
 
 def notes(directory: Path) -> list[Path]:
-    """Return the paths of all notes, which are files with remembered results, in a directory."""
+    """Return the paths of all notes (files with remembered results) in a directory."""
     return list(directory.glob(f"*{SUFFIX}"))
 
 
 def is_own(file: int) -> bool:
-    """Return True if no other user can have written to the file with descriptor `file`. Raises: OSError."""
+    """Return True if no other user can have written to the file with descriptor `file`.
+
+    Return False if the file has another owner, or if its group or others may write to it. Raises: OSError
+    (the file's status cannot be read).
+    """
     status = os.fstat(file)
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

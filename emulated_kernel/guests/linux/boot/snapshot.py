@@ -112,7 +112,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
     `source`: the kernel's file. `seed`: seed of the kernel's random numbers. `cpu`: production CPU that the
     kernel sees; None for the emulated CPU. The path depends on the hash of the kernel's file, `seed`, the
     boot parameters, `cpu` with its registers, and Unicorn's version.
-    Raises: OSError.
+    Raises: as _digest().
     """
     reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
@@ -132,7 +132,10 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
 
 
 def tables_place(source: Path) -> Path:
-    """Return the path of the snapshot with the tables of the kernel in the file `source`. Raises: OSError."""
+    """Return the path of the snapshot with the tables of the kernel in the file `source`.
+
+    The snapshot need not exist. Raises: as _digest().
+    """
     reading, whole = _digest(source, *identity(source))
     found = _named(hashlib.sha256(repr((_MAGIC, whole)).encode()).hexdigest(), _TABLES)
     if reading.stored is None and has_snapshot(found):
@@ -147,8 +150,8 @@ def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     If `reading.stored` is None, the caller can pass the reading to remember(), which stores the digest for
     later processes. This process caches the last result. `_unchanged`: the identity of the file, which is a
     part of the cache's key, so that a changed file is read again.
-    Raises: OSError (also if the file is not regular), KernelError ENOEXEC (the file is too large for a
-    kernel).
+    Raises: OSError (the file cannot be read, or is not regular), KernelError ENOEXEC (the file is too large
+    for a kernel).
     """
     with open_regular(source) as file:
         if os.fstat(file.fileno()).st_size > _SOURCE_LIMIT:
@@ -161,7 +164,7 @@ def core_place(source: Path) -> Path:
     """Return the path of the snapshot for the core dump in the file `source`.
 
     The path depends on the file's path, identity and beginning, because a dump may be too long to read.
-    Raises: OSError.
+    Raises: OSError (the file cannot be read, or is not regular).
     """
     with open_regular(source) as file:
         digest = hashlib.sha256(file.read(_PIECE))
@@ -279,7 +282,7 @@ def finish(
     RAM. `is_checksummed`: whether to compute a checksum of RAM, which is needed only if other processes will
     check the file.
 
-    Raises: OSError.
+    Raises: OSError (the file cannot be written).
     """
     end = HEADER + size
     file.truncate(end)
@@ -325,7 +328,7 @@ class ShownCpu(NamedTuple):
     vulnerabilities: Mapping[str, str]
     """File of /sys/devices/system/cpu/vulnerabilities -> its text in the guest."""
     features: Sequence[int]
-    """Numbers of the CPU features that the guest has found."""
+    """Numbers of the CPU features (X86_FEATURE_*) that the guest has found."""
 
 
 class SavedMachine(NamedTuple):
@@ -403,11 +406,11 @@ def _read(source: Path, file: int, *, with_parts: bool) -> SnapshotContents | No
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> SnapshotContents | None:
     """Read the snapshot in the open file `file`; return None if its magic, size or a checksum is wrong.
 
-    `is_checked`: compare the checksums of RAM and parts, because the file may have been damaged since it was
-    written. `with_parts`: also map the parts that are stored after RAM, such as the kernel's tables; return
-    None if there are none.
+    `is_checked`: whether to compare the checksums of RAM and parts, which is needed if the file may have been
+    damaged since it was written. `with_parts`: also map the parts that are stored after RAM, such as the
+    kernel's tables; return None if there are none.
 
-    Raises: KeyError, TypeError, ValueError (the header has wrong values), OSError (also if the file cannot be
+    Raises: KeyError, TypeError, ValueError (the header has wrong values), OSError (the file cannot be read or
     mapped).
     """
     about = _header(file)
@@ -563,7 +566,11 @@ def _as(kind: type[T], value: object) -> T | None:
 
 
 def clear() -> int:
-    """Remove all snapshots and the files of interrupted boots; return their number. Raises: OSError."""
+    """Remove all snapshots, the digest cache's notes, and the files of interrupted boots.
+
+    Return the number of removed snapshots and files of interrupted boots.
+    Raises: OSError (a file cannot be removed).
+    """
     removed = 0
     for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
         note.unlink(missing_ok=True)

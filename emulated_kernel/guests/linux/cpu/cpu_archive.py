@@ -94,7 +94,7 @@ def production_cpu(name: str) -> ProductionCpu:
 
 
 def parts_of(text: str) -> Mapping[str, str]:
-    """Return the parts of an archive: name -> text without blanks at its end."""
+    """Return the parts of an archive: path of a file -> its text, without blanks at the start and end."""
     found: dict[str, list[str]] = {}
     part: list[str] = []
     for line in text.splitlines():
@@ -122,6 +122,8 @@ def _host_parts() -> Mapping[str, str]:
 
 def cpu_of_archive(title: str, parts: Mapping[str, str]) -> ProductionCpu:
     """Return the CPU that the parts of an archive describe. `title`: name of the CPU for users.
+
+    `parts`: see parts_of().
 
     Raises: KernelError EINVAL (a part is missing or invalid).
     """

@@ -1,4 +1,4 @@
-"""Table of the usual server CPUs, without a hypervisor, with current microcode and default options.
+"""Table of usual server CPUs as Linux sees them without a hypervisor: current microcode, default options.
 
 Source: the vendors' lists of microcode revisions and CPUID enumerations; /proc/cpuinfo of such servers.
 """
@@ -162,7 +162,7 @@ def model_named(name: str) -> ProductionCpu | None:
 
 
 def capabilities_of(family: int, model: int, stepping: int) -> int:
-    """Return IA32_ARCH_CAPABILITIES of a CPU in the table MODELS; 0 if the table does not have the CPU."""
+    """Return IA32_ARCH_CAPABILITIES of an Intel CPU; 0 if the table MODELS does not have the CPU."""
     for cpu in MODELS.values():
         if cpu.vendor == INTEL and (cpu.family, cpu.model, cpu.stepping) == (family, model, stepping):
             return cpu.capabilities

@@ -57,9 +57,10 @@ class CpuidAnswers:
         self._brand = struct.unpack("<12I", brand)
 
     def cpuid(self, leaf: int, subleaf: int, base: Leaf) -> Leaf:
-        """Return the registers after cpuid with eax = `leaf` and ecx = `subleaf` on the production CPU.
+        """Return the registers that the guest sees after cpuid with eax = `leaf` and ecx = `subleaf`.
 
-        `base`: the registers that the emulated CPU would return.
+        `base`: the registers that the emulated CPU would return. A feature bit of the production CPU is left
+        out if the emulated CPU lacks the feature (except those in CLAIMED), or if the feature is in KEPT_OUT.
         """
         cpu = self._cpu
         registers = list(base)

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 AX, BX, CX, DX = range(4)
-"""Indexes of the registers that CPUID fills."""
+"""Values of CpuidBit.register: eax, ebx, ecx and edx, which CPUID fills."""
 
 
 class CpuidBit(NamedTuple):
-    """A bit in a register that CPUID fills."""
+    """A bit in a register that CPUID fills.
+
+    `register`: AX, BX, CX or DX. `bit`: number of the bit in the register.
+    """
 
     leaf: int
     subleaf: int

@@ -32,7 +32,7 @@ _IMMUNITIES = {
     "reg_file_data_sampling": 1 << 27,
     "indirect_target_selection": 1 << 62,
 }
-"""File of vulnerabilities -> bits of IA32_ARCH_CAPABILITIES with which the file reads "Not affected".
+"""Vulnerability's file in sysfs -> bits of IA32_ARCH_CAPABILITIES set if the file says "Not affected".
 
 Mirrors: arch/x86/include/asm/msr-index.h:MSR_IA32_ARCH_CAPABILITIES (v6.1.176).
 """
@@ -43,10 +43,10 @@ _ABOUT = {
     "gather_data_sampling": _GDS_CTRL,
     "reg_file_data_sampling": _RFDS_CLEAR,
 }
-"""File of vulnerabilities -> bit of IA32_ARCH_CAPABILITIES on which the file's text depends."""
+"""Vulnerability's file in sysfs -> bit of IA32_ARCH_CAPABILITIES on which the file's text depends."""
 _ZEN_OLD = 0x17
 _ZEN_FIRST_SSBD = 0x30
-"""First model of family 17h that has a bit for speculative store bypass."""
+"""First model of family 17h that reports the feature amd_ssbd (control of speculative store bypass)."""
 _SRSO_FAMILIES = range(0x17, 0x1B)
 
 

@@ -32,8 +32,8 @@ def install(machine: PcMachine, thunk: WakeupThunk) -> None:
 
     `thunk`: the host's wakeup code, whose pages have room for the stub.
 
-    Do nothing in three cases, in which Python delivers the breakpoints: the host lacks the routine for traps;
-    kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT is
+    Do nothing in three cases, in which Python delivers the breakpoints: the host lacks the native routine for
+    traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT is
     missing, switches the stack, or leaves interrupts enabled.
     """
     hooks = machine.hooks

@@ -73,7 +73,7 @@ class ClientScheduler:
         self.current: LinuxTask | None = current
         """The task at its stub, or None if the CPU is idle or the guest has not run since a switch."""
         self._in_call: LinuxTask | None = None
-        """Task whose system call waits for the host and which does not sleep yet; None if there is none."""
+        """Task that waits for the host in its system call and does not sleep yet; None if there is none."""
         self.sleep_in_call: int | None = None
         """Address of the guest code in which a task sleeps while its system call waits for the host.
 
@@ -86,7 +86,7 @@ class ClientScheduler:
     # Run and switch
 
     def run(self) -> LinuxTask | None:
-        """Run until a task is at its stub, or until its system call waits for the host.
+        """Run until a task is at its stub, a task's system call waits for the host, or the CPU is idle.
 
         Return the task, or None if the CPU is idle.
         """
@@ -110,7 +110,7 @@ class ClientScheduler:
         return task
 
     def _adopt(self, address: int) -> LinuxTask:
-        """Add the task whose task_struct is at `address` to the task table; return the task.
+        """Add to the task table the task whose task_struct is at `address`; return the task.
 
         The task is at its stub.
 
@@ -159,10 +159,10 @@ class ClientScheduler:
         on_arrival: Callable[[], None] | None = None,
         on_idle: Callable[[], bool] | None = None,
     ) -> bool:
-        """Continue run_until() after its first run, and return its result.
+        """Continue run_until() after the guest's first run, and return the result of run_until().
 
-        `arrived`: the result of the first run: the task that has arrived at its stub, or None if the CPU is
-        idle. The other parameters are those of run_until().
+        `arrived`: what the first run() returned: a task, or None if the CPU is idle. The other parameters are
+        those of run_until().
         """
         time = self._machine.call_time()
         while not is_done():
@@ -198,7 +198,7 @@ class ClientScheduler:
     def take_interrupts(self) -> None:
         """Deliver all timer interrupts whose time has come, one after the other.
 
-        Return early if no task is at its stub any more, because the CPU is idle.
+        Return early if no task is at its stub any more.
         """
         while self.current is not None and self._machine.pc.is_due:
             self._machine.timer()
@@ -328,8 +328,8 @@ class ClientScheduler:
     def wait_in_call(self) -> bool:
         """End the guest's run, because the running task's system call waits for its service (host's work).
 
-        Return True if the run ends. Return False if the running code is no client's task, or the task's call
-        has no service; then the guest continues.
+        Return True if the run ends. Return False if the running task is no client's, or its call has no
+        service; then the guest continues.
         """
         task = self._by_address.get(self._running())
         if task is None or task.service is None:
@@ -369,7 +369,7 @@ class ClientScheduler:
         self._machine.regs.ip = self.sleep_in_call
 
     def _serve(self, task: LinuxTask) -> None:
-        """Run the service for which the task's call waits, and pass the service's result to the call.
+        """Run the service (host's work) for which the task's call waits, and pass the result to the call.
 
         The guest may run during the service. If the task sleeps at the end of the service, wake it; it gets
         the result when it runs.
@@ -407,7 +407,7 @@ class ClientScheduler:
         self._machine.pc.jump_to(end)
 
     def work(self, microseconds: int) -> None:
-        """Run the guest's own work until the guest is idle and no timer is due within `microseconds`.
+        """Run timers and kernel threads until the guest is idle and no timer is due within `microseconds`.
 
         First, the current client task is put to sleep.
         """
@@ -417,7 +417,7 @@ class ClientScheduler:
         self.run_until(lambda: False, on_idle=partial(self._timer_until, end))
 
     def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
-        """Call the guest code at `callback` in an interrupt, and run the guest's own work after it.
+        """Call the guest code at `callback` in an interrupt, and run timers and kernel threads after it.
 
         End when `is_done()` is true, or when the guest is idle and no timer is due within `microseconds`.
         """

@@ -65,13 +65,14 @@ class LinuxClients:
         """Pids of ended processes whose tasks must still end in the guest."""
         self._is_closed = False
         self._unnamed: dict[int, float] = {}
-        """Pid of a recently forked process -> monotonic time until which its name is checked."""
+        """Pid of a recently forked process -> time.monotonic() until which new names are looked for."""
 
     def informed(self, client: Client) -> Client:
         """Return `client`, with the process's name and program path if they are new to the guest.
 
         They are new if the guest has not yet repeated the process's latest execve(2).
-        Lock: not used; the reads can take 0.1 s.
+        Lock: taken to look for events and the name. It is not held while the program's path is read, which
+        can take 0.1 s.
         """
         pid = client.pid
         task = self._by_pid.get(pid)
@@ -183,7 +184,7 @@ class LinuxClients:
         return task
 
     def _adopt(self, pid: int) -> LinuxTask:
-        """Return a new task for a process whose first known event is a request; fork it from init."""
+        """Fork a task from init for a process whose first known event is a request; return the task."""
         task = self._fork(self._tasks.init, pid)
         comm = self._watch.comm(pid)
         if comm:

@@ -37,7 +37,7 @@ class CpuReport:
 
     @property
     def differences(self) -> Mapping[str, tuple[str, str]]:
-        """File of vulnerabilities -> (text in production, text in the guest), for files whose texts differ.
+        """Vulnerability's file -> (text in production, text in the guest), for files whose texts differ.
 
         Files that exist in only one of the two kernels are left out.
         """
@@ -49,7 +49,10 @@ class CpuReport:
 
     @property
     def is_as_on_production(self) -> bool:
-        """Whether the guest's kernel has the release of production's kernel, and differences() is empty."""
+        """Whether the guest has production's kernel release, and `differences` is empty.
+
+        False if production's files of vulnerabilities were not recorded.
+        """
         is_recorded = bool(self.cpu.vulnerabilities)
         return is_recorded and not self.differences and self.cpu.release == self.release
 
@@ -64,7 +67,7 @@ class CpuReport:
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences for the output of commands: the differences from production, and the derived data."""
+        """Sentences for the output of commands: the differences from production, and the notes of `cpu`."""
         cpu = self.cpu
         found = []
         if cpu.release and cpu.release != self.release:
@@ -84,7 +87,7 @@ class CpuReport:
 
 
 def cpu_text(tasks: LinuxTasks) -> str:
-    """Return the text of machine/cpu: the guest's CPU, remarks, and reported vulnerabilities."""
+    """Return the text of the file machine/cpu: the guest's CPU, remarks, and reported vulnerabilities."""
     shown = tasks.shown_cpu
     if shown is None:
         return f"the emulator's CPU{', which --cpu replaces' if tasks.machine.abi is X86_64 else ''}\n"
@@ -138,11 +141,11 @@ def show_threads(machine: PcMachine, kernel: LinuxKernel, cpu: ProductionCpu) ->
 
 
 def guest_vulnerabilities(syscalls: LinuxSyscalls) -> Mapping[str, str]:
-    """Return the guest's files of vulnerabilities: name -> text.
+    """Return the guest's files of vulnerabilities: name -> text; {} if the guest has none.
 
     The files are read from a sysfs that is mounted for a moment on PROC, so nothing may be mounted there yet.
 
-    Raises: KernelError, GuestFault.
+    Raises: KernelError (with the errno of a system call), GuestFault (the guest has died).
     """
     syscalls.mount("sysfs", PROC)
     try:
@@ -159,7 +162,10 @@ def guest_vulnerabilities(syscalls: LinuxSyscalls) -> Mapping[str, str]:
 
 
 def guest_features(machine: PcMachine, kernel: LinuxKernel) -> tuple[int, ...]:
-    """Return the numbers of the CPU features that the kernel has found. Raises: KernelError, MemoryFault."""
+    """Return the numbers (X86_FEATURE_*) of the CPU features that the kernel has found.
+
+    Raises: KernelError (a symbol or member is missing), MemoryFault (the list of features is not mapped).
+    """
     at = kernel.required("boot_cpu_data") + kernel.btf.offset("cpuinfo_x86.x86_capability")
     size = 4 * capability_words(kernel)
     words = int.from_bytes(machine.memory.read(machine.cpu.root, at, size), "little")

@@ -1,8 +1,8 @@
 """DcacheReader: reads attributes of the guest's files from its kernel's dentries and inodes.
 
 A lookup by a system call would cost a switch of tasks, and probes would see a call that no process has made.
-Usually the guest is stopped at the stub or idle, so that no dentry is being changed. A debugger may have
-stopped it within a change. Then a lookup reads what a lookup of another CPU would read, without locks.
+Usually the guest is stopped at the stub or idle, and no dentry is being changed. A debugger may have stopped
+the guest within a change. Then a lookup reads what a lookup of another CPU would read, without locks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DcacheReader:
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, task: int) -> None:
         """Find the dentry hash table.
 
-        `task`: address of a task that uses the table of open files which all client tasks share.
+        `task`: address of a task_struct with the table of open files that all client tasks share.
         """
         self._memory = machine.memory
         self._ram = machine.memory.ram
@@ -78,8 +78,8 @@ class DcacheReader:
     def lstat(self, path: str) -> Stat | None:
         """Return the attributes of the file at `path`, from its inode in guest memory.
 
-        Return None if the file does not exist, or if its dentry is damaged, not cached, or only usable by
-        the kernel.
+        Return None if the file does not exist, or if a dentry on the path is damaged, is not cached, or needs
+        the kernel's code for its lookup.
         """
         answer = self._answers.get(path)
         if answer is not None:
@@ -96,8 +96,8 @@ class DcacheReader:
     def _found(self, path: str) -> Stat | None:
         """Look up the dentry of the file at `path`, and return the attributes in its inode.
 
-        Return None if the file does not exist, or if a dentry on the path is not cached or only usable by
-        the kernel.
+        Return None if the file does not exist, or if a dentry on the path is not cached, or needs the
+        kernel's code for its lookup.
         Raises: MemoryFault (damaged dentry or inode).
         """
         self._read = []
@@ -136,7 +136,7 @@ class DcacheReader:
         """Return the physical address of the structure at the virtual address `va`.
 
         In the direct map and in the kernel image, physical and virtual addresses differ by a constant.
-        Raises: MemoryFault (the structure does not end in RAM).
+        Raises: MemoryFault (`va` is not mapped, or is in the last page of RAM).
         """
         at = va - self._direct
         if 0 <= at < self._limit:
@@ -175,7 +175,7 @@ class DcacheReader:
 
     @cached_property
     def _roots(self) -> dict[bytes, tuple[int, int]]:
-        """Mount point -> addresses of the root dentry and of the root inode of the file system."""
+        """Mount point without its "/" -> addresses of the file system's root dentry and root inode."""
         dentries = {
             os.fsencode(root[1:]): self._follow(self._file(fd), self._offset["file.f_path.dentry"])
             for root, fd in ROOTS.items()
@@ -192,7 +192,7 @@ class DcacheReader:
         """Return (address of the dentry, address of the inode) of the file called `name` in a directory.
 
         `parent`: address of the directory's dentry. The inode's address is 0 if the file does not exist.
-        Return None if the dentry is not cached.
+        Return None if the dentry is not cached, or needs the kernel's code for its lookup.
         Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
         are its link in the hash chain and its sequence count.
         Mirrors: fs/dcache.c:__d_lookup (v6.1).

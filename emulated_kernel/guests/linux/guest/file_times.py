@@ -107,7 +107,7 @@ class FileTimes:
         return int(words[self._seconds] * _SECOND + (fraction >> shift))
 
     def shown(self, time_ns: int) -> int:
-        """Return the host time to show for `time_ns`, a file's time.
+        """Return the host time to show for `time_ns`, a file's time in the guest.
 
         Both are in nanoseconds since the epoch.
         """

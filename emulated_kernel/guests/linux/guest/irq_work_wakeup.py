@@ -80,9 +80,9 @@ The first word of the data page has the address of the task to wake.
 _ROOM = 0x100
 """Offset in bytes of the free part of the data page, and of the free part of the code page."""
 _EXECUTABLE = 0xEB
-"""Bits of a page table entry that maps a global page which can be read and executed."""
+"""Bits of a RISC-V page table entry that maps a global page which can be read and executed."""
 _WRITABLE = 0xE7
-"""Bits of a page table entry that maps a global page which can be read and written."""
+"""Bits of a RISC-V page table entry that maps a global page which can be read and written."""
 _VALID = 1
 _FLAGS = 8
 """Offset in bytes of the flags in an irq_work's node.
@@ -97,7 +97,10 @@ _TABLES_AT = 2 * PAGE
 
 
 def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the code of an irq_work's function: it calls resched_curr(run_queue)."""
+    """Return the code of an irq_work's function that calls resched_curr() for the CPU's run queue.
+
+    `symbols`: name -> address, with "resched_curr" and "run_queue" (the CPU's struct rq).
+    """
     return b"".join((
         move_stack_pointer(-16), store(SP, 8, RA, 8),
         set_register(A0, symbols["run_queue"]), set_register(T1, symbols["resched_curr"]), jalr(RA, T1, 0),
@@ -106,9 +109,10 @@ def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
 
 
 class IrqWorkWakeup(Wakeup):
-    """Wakes tasks by an irq_work. A code page, a data page and page tables are at the start of host memory.
+    """Wakes tasks by an irq_work, which an interprocessor interrupt runs.
 
-    The host memory is the end of RAM, which the guest does not use.
+    A code page, a data page and page tables are at the start of the host's memory. This memory is the end of
+    RAM, which the guest does not use.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
@@ -131,7 +135,7 @@ class IrqWorkWakeup(Wakeup):
         """Number of the interprocessor interrupt that runs queued irq_works."""
 
     def install(self) -> None:
-        """Map the pages, and write the code to wake tasks. Snapshots of the guest contain the code."""
+        """Map the pages, and write the code that wakes tasks. Snapshots of the guest contain the code."""
         self._map()
         self._structs.store_bytes(self._base, self._code())
         self._structs.store("<Q", self._function, self._text)

@@ -46,7 +46,7 @@ class LinuxTask:
     flags: int
     """Physical address of thread_info.flags."""
     entries: dict[int, int] = field(default_factory=dict)
-    """Virtual address of a page -> index of its page table entry among the words of RAM.
+    """Virtual address of a page -> index of its page table entry among the 8-byte words of RAM.
 
     The cache is valid until the task's next execve or its end.
     """
@@ -54,7 +54,10 @@ class LinuxTask:
     """User id and group id of the task in the guest."""
     comm: str = ""
     has_executed: bool = False
-    """Whether the guest must probably still repeat an execve(2) of the process, at its next request."""
+    """Whether the process has probably made an execve(2) that the guest has not repeated yet.
+
+    The guest repeats it at the process's next request.
+    """
     pending: bool = False
     """Whether a system call of the task has not returned."""
     result: int = 0

@@ -30,7 +30,7 @@ class PageReporting:
     """Gives the memory of free pages back to the host, for a kernel with one NUMA node.
 
     It gives back nothing if this is unsafe for the kernel. In this case `high` keeps a value that no number
-    of free pages reaches, so that look() is never called.
+    of free pages reaches, and look() is never called.
     Precondition: no CPU is allocating memory; all tasks are in user mode or sleep.
     Mirrors: mm/page_reporting.c:page_reporting_process (v6.1).
     """
@@ -44,7 +44,7 @@ class PageReporting:
         """Virtual address -> physical address of pages with the allocator's structures, which never move."""
         self.words = memory.words
         self.counter = 0
-        """Index, among the words of RAM, of the guest's counter of free pages in its largest zone."""
+        """Index, among the 8-byte words of RAM, of the guest's counter of free pages in its largest zone."""
         self.low = 0
         """Minimum number of free pages at which look() has nothing to do."""
         self.high = _WORD

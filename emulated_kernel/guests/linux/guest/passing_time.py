@@ -2,7 +2,7 @@
 
 On a real machine, timers, delayed work and RCU callbacks run while no process makes a system call. In the
 emulator, the guest runs only during requests. So each request counts as one tick, and some requests give the
-guest a turn.
+guest a turn, a run for this work.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class PassingTime:
         self._requests = 0
         """Number of requests since the last turn."""
         self._counters: list[tuple[int, int]] = []
-        """Index, among the words of RAM, of a counter of the kernel, and the number that a tick adds to it.
+        """Pairs: index of a kernel counter among the 8-byte words of RAM, and what a tick adds to it.
 
         The first counter is the number of ticks.
         """
         self._expiries: list[int] = []
-        """Indexes, among the words of RAM, of the tick counts at which the next timers expire."""
+        """Indexes, among the 8-byte words of RAM, of the tick counts at which the next timers expire."""
         self._runnable = 0
         """Physical address of the run queue's number of runnable tasks."""
         tick = self._find_counters()
@@ -104,7 +104,7 @@ class PassingTime:
     def request_begins(self) -> None:
         """Advance the time by a tick. Give the guest a turn if a timer has expired, or after many requests.
 
-        Lock: held. Raises: GuestFault.
+        Lock: held. Raises: GuestFault (the guest has died).
         Mirrors: kernel/time/tick-sched.c:tick_do_update_jiffies64 (v6.1).
         """
         pc = self._pc
@@ -169,7 +169,7 @@ class RealTime:
         """Advance the guest's time by the real time that has passed, at most _LONGEST_PAUSE nanoseconds.
 
         If this is a tick or more, also run the guest's own work.
-        Lock: held. Raises: GuestFault.
+        Lock: held. Raises: GuestFault (the guest has died).
         """
         behind = self._pc.behind()
         if behind > _LONGEST_PAUSE:

@@ -32,7 +32,7 @@ class RunningLinux(ABC):
     0 if a register of the CPU, and no variable, contains the task_struct's address.
     """
     may_have_traced: bool = False
-    """Whether the kernel's own function graph tracer may have run. Then a task's ret_stack may be set."""
+    """Whether the kernel's own function graph tracer may have run. If False, no task's ret_stack is set."""
     running: Callable[[], int]
     """Function that returns the address of the task_struct of the task that the CPU runs."""
 

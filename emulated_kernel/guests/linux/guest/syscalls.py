@@ -18,7 +18,10 @@ from emulated_kernel.vfs.core.client import DirEntry, Stat, StatFs
 DATA_SIZE = 512 << 10
 """Maximum number of bytes that one call reads or writes."""
 PATIENCE = 10_000
-"""Maximum microseconds of guest time that a read sleeps before its client waits outside the guest."""
+"""Microseconds of guest time after which a sleeping read raises Blocked.
+
+Its client then waits outside the guest.
+"""
 _LONG = 60_000_000
 """Maximum microseconds of guest time that a call may sleep while it waits for a lock or a grace period."""
 _SECOND_PATH = BUFFER + 4096
@@ -158,8 +161,8 @@ class LinuxSyscalls:
         """Load the module file `content` by finit_module(2), which `task` calls.
 
         The call needs a descriptor, so init first writes `content` to a file that no client can see.
-        Invariant: no task has this file open for writing during finit_module(2), which would fail with
-        ETXTBSY.
+        Invariant: no task has this file open for writing during finit_module(2). Otherwise the call would
+        fail with ETXTBSY.
         """
         init = self._tasks.init
         fd = self._unlinked(content)
@@ -171,7 +174,7 @@ class LinuxSyscalls:
             self.close(init, fd)
 
     def _unlinked(self, content: bytes) -> int:
-        """Return a descriptor for reading an unlinked file with `content`, which init has created."""
+        """Write `content` to a new file as init, unlink the file, and return a descriptor for reading it."""
         init = self._tasks.init
         written = self.open(init, _MODULE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -213,9 +216,9 @@ class LinuxSyscalls:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes read.
 
         The result is the argument `count` of read_data(). `size`: maximum number of bytes. `may_block`: the
-        read may wait for data, so its limit of sleep is PATIENCE; if False, the limit is _LONG. `service`:
+        read may wait for data, and sleeps at most PATIENCE; if False, it sleeps at most _LONG. `service`:
         function that does the host's work in read(2); see Service.
-        Raises: Blocked (the read sleeps longer than its limit).
+        Raises: Blocked (the read sleeps for longer).
         """
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)
@@ -320,7 +323,10 @@ class LinuxSyscalls:
         return entries
 
     def getdents64(self, task: LinuxTask, fd: int) -> int:
-        """Read entries of an open directory once; return their size in bytes, or 0 at the end."""
+        """Read the next entries of an open directory into the task's buffer, by one system call.
+
+        Return their size in bytes, or 0 at the end of the directory.
+        """
         return self._call(task, self._number["getdents64"], fd, _DATA, _LISTING)
 
     def rewind(self, task: LinuxTask, fd: int) -> None:

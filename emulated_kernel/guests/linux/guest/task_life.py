@@ -44,7 +44,7 @@ class TaskLife:
         self._events = events
         self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
         self._forking: tuple[int, int] | None = None
-        """Address of the task that is about to fork, and its child's pid; None while no fork is awaited."""
+        """Address of the parent's task_struct and pid for its child, before a fork; None at other times."""
         self._others_next: int | None = None
         """Saved value of the kernel's next pid, while the awaited child's pid replaces it; otherwise None."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)
@@ -55,9 +55,9 @@ class TaskLife:
     # Requests of the host
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
-        """Fork a child of a task and return the child. If `pid` is free, it becomes the child's pid.
+        """Fork a child of a task and return the child. If `pid` is free, the child gets it.
 
-        Raises: KernelError EAGAIN, ENOMEM.
+        Raises: KernelError (with the errno of clone(2), such as EAGAIN or ENOMEM).
         """
         known = set(self._table.by_address)
         self._forking = parent.address, pid

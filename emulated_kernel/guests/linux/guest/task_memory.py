@@ -16,7 +16,7 @@ from emulated_kernel.guests.linux.pc.ram import PAGE, PRESENT, LinuxMemory
 class TaskMemory:
     """Reads and writes the user memory of client tasks.
 
-    Raises: KernelError (the task has ended), GuestFault.
+    Raises: KernelError (the task has ended), GuestFault (the guest has died).
     """
 
     def __init__(self, memory: LinuxMemory, table: TaskTable, scheduler: ClientScheduler) -> None:
@@ -74,9 +74,10 @@ class TaskMemory:
         return self._memory.words[slot]
 
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (physical address, offset in the range, size) for the part of the range in each page.
+        """Yield (physical address, offset from `va`, size in bytes) of the part of a range in each page.
 
-        First make each page private to the task, as a write of the task would.
+        The range has `size` bytes and starts at `va`. First make each page private to the task, as a write of
+        the task would.
         """
         for page in range(va & -PAGE, va + size, PAGE):
             first = max(page, va)

@@ -16,9 +16,11 @@ class TaskTable:
     """The live client tasks, by the addresses of their task_structs."""
 
     def __init__(self, machine: LinuxMachine, structs: KernelStructs, facts: KernelOffsets) -> None:
-        """Find the running task, which must be in user mode.
+        """Create an empty table, and find out where struct pt_regs ends in a kernel stack.
 
-        Raises: GuestFault (the end of the task's struct pt_regs is in no kernel stack).
+        The end is found from the running task, which must be in user mode.
+
+        Raises: GuestFault (the end that was found is not a plausible place in a kernel stack).
         """
         self._structs = structs
         self._pt_regs_size = facts.offsets[PT_REGS]

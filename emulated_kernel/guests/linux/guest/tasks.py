@@ -96,8 +96,8 @@ class LinuxTasks(RunningLinux):
     def prepare(self) -> None:
         """Prepare a guest that has just booted: set its limit of pids, and init's signal and memory settings.
 
-        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a fork wipes the buffer
-        for data in the child.
+        All tasks descend from init and inherit two settings: SIGCHLD is ignored, and a forked child finds
+        zeros in the buffer for data.
         """
         self._structs.store("<i", self._structs.physical(self.facts.symbols[PID_MAX]), _PID_MAX)
         self.copy_to_user(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))

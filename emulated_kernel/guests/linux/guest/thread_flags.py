@@ -1,6 +1,7 @@
-"""Finds the bits of flags in thread_info, which differ between versions of the kernel.
+"""Finds the bit numbers of flags in thread_info.flags, which differ between versions of the kernel.
 
-The numbers are macros, which neither symbols nor BTF contain. So the kernel is made to set each flag once.
+In the kernel's sources they are macros, which neither symbols nor BTF contain. So the kernel is made to set
+each flag once.
 """
 
 from __future__ import annotations

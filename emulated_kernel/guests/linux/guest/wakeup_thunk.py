@@ -1,4 +1,4 @@
-"""Wakeup: the host's code in the guest's kernel that wakes a task; WakeupThunk: this code on x86.
+"""Wakeup: wakes a guest task by code of the host in the guest's kernel; WakeupThunk: the same on x86.
 
 The host writes the address of a task_struct into a word, and interrupts the CPU. On x86, the kernel's own
 entry code calls `x86_platform_ipi_callback`, which calls wake_up_process() for that task.
@@ -80,7 +80,7 @@ def thunks(abi: GuestAbi) -> range:
 
 
 class FlagCode(NamedTuple):
-    """Code in which the kernel sets a flag of the running task, so that the host can find the flag's bit."""
+    """Guest code that makes the kernel set a flag of the running task, to show the host the flag's bit."""
 
     made: Callable[[int, Mapping[str, int]], bytes]
     """Function that returns the code; it takes the code's address and a map: symbol -> address."""
@@ -89,7 +89,7 @@ class FlagCode(NamedTuple):
 
 
 class Wakeup(ABC):
-    """Interface of the host's code in the kernel that an interrupt calls to wake a task."""
+    """Interface: wakes guest tasks by an interrupt that calls the host's code in the guest's kernel."""
 
     host_room: tuple[int, int]
     """Physical and virtual address of the free part of a page of data."""

@@ -72,7 +72,7 @@ class LinuxWorkload:
         self._pid = pid
         self._task: LinuxTask | None = None
         self._socket = -1
-        """Descriptor of the socket that all rounds share; -1 before it is created."""
+        """Descriptor of the socket that all rounds share; -1 while there is none."""
         self._path = f"{TMPFS}/.load-{pid}"
         self._round: Callable[[LinuxTask], None] = {
             WorkloadKind.FORK: self._fork,
@@ -85,7 +85,11 @@ class LinuxWorkload:
         }[kind]
 
     def round(self) -> None:
-        """Make the calls of one round; if the task was killed, replace it first. Raises: KernelError."""
+        """Make the calls of one round; if the task was killed, replace it first.
+
+        Raises: KernelError (with the errno of a failed call), EINTR (a call slept for too long), EIO (the
+        guest has died, or data came back changed).
+        """
         try:
             task = self._task
             if task is None or not task.alive:
@@ -206,7 +210,7 @@ class LinuxWorkload:
         return fd
 
     def _put_address(self, task: LinuxTask) -> int:
-        """Write a loopback address to the task's buffer, and return the size of its struct sockaddr_in.
+        """Write a loopback address to the task's buffer, and return the size of struct sockaddr_in.
 
         Each kind of workload has a different port in this address.
         """
@@ -228,6 +232,6 @@ class LinuxWorkload:
 
 
 def _expect(got: bytes, wanted: bytes) -> None:
-    """Check that data were read back unchanged. Raises: KernelError EIO."""
+    """Check that the bytes `got` are equal to the bytes `wanted`. Raises: KernelError EIO (they differ)."""
     if got != wanted:
         raise KernelError(EIO, f"{len(got)} bytes came back, not the {len(wanted)} that were written")

@@ -114,7 +114,10 @@ _TOPS = {
     "/kprobe_events": False,
     "/kprobe_profile": False,
 }
-"""Path in the guest of a control file or a directory of control files -> True if it is a directory."""
+"""Path in the guest -> True for a directory of control files, False for a control file.
+
+The host creates these directories and files in the guest's root.
+"""
 _EVEN = "/control"
 """Directory in the guest's root. All directories of control files at an even depth share its inode.
 
@@ -179,7 +182,7 @@ class LinuxControlCalls(GuestCalls):
         self._file = 0
         """Address of the inode that dentries of control files get; 0 before _prepare()."""
         self._directories = [0, 0]
-        """Addresses of the inodes that dentries of directories get at an even and at an odd depth."""
+        """Addresses of the inodes of directories at an even and at an odd depth; 0 before _prepare()."""
         self._is_ready = False
         self._is_refused = is_refused
         self._asleep: WeakKeyDictionary[LinuxTask, ControlFile] = WeakKeyDictionary()
@@ -211,9 +214,9 @@ class LinuxControlCalls(GuestCalls):
 
     @contextmanager
     def request(self, client: Client) -> Iterator[LinuxTask | None]:
-        """Return the context in which a client's request runs; see GuestCalls.
+        """Return the context manager in whose `with` block a client's request runs; see GuestCalls.
 
-        The context yields the client's task, which is then the guest's current task. It yields None if the
+        The manager yields the client's task, which is then the guest's current task. It yields None if the
         guest is dead or cannot run the task.
         """
         guest = self.guest
@@ -255,9 +258,9 @@ class LinuxControlCalls(GuestCalls):
         return self._syscalls.open(task, self._root + file.path, flags, service=service)
 
     def open_unseen(self, files: Collection[ControlFile]) -> None:
-        """Open `files` in the guest, because probes could notice the guest's calls from now on.
+        """Open `files` in the guest by calls of init, before probes can notice the guest's calls.
 
-        Init opens the files. The guest's current task stays the same. See GuestCalls.
+        The guest's current task stays the same. See GuestCalls.
         """
         # A callback of the running guest arms the probes of a new module: open files can't be opened then.
         if self._tasks.machine.death or self._tasks.machine.is_running:
@@ -393,7 +396,10 @@ class LinuxControlCalls(GuestCalls):
                 self._memory.write(at, (flags & ~_S_DEAD).to_bytes(4, "little"))
 
     def give_up(self, client: Client, file: ControlFile, error: int) -> None:
-        """End the call in which the client's task waits for the file; see GuestCalls."""
+        """End the call in which the client's task waits for the file; see GuestCalls.
+
+        The call fails with the errno `error`.
+        """
         if not any(each is file for each in self._asleep.values()):
             return
         with self.request(client) as task:
@@ -405,7 +411,7 @@ class LinuxControlCalls(GuestCalls):
     def release(self, file: ControlFile | ControlDirectory) -> None:
         """Close the guest's descriptor of the file; see GuestCalls.
 
-        The task that used the file last closes it, before the next request.
+        The last task that used the file closes the descriptor, before the next request.
         """
         self.guest.control_closes.defer(file)
 
@@ -510,8 +516,9 @@ class LinuxControlCalls(GuestCalls):
     def _looks_up(self, regs: Any) -> None:
         """Finish the guest's lookup of a control file or directory, when simple_lookup() has returned.
 
-        If kprobefs's tree has the dentry's path, let the guest call d_instantiate() with a shared inode. All
-        files share one inode. All directories whose depth has the same parity share one.
+        If kprobefs's tree has the dentry's path, let the guest call d_instantiate() with a shared inode.
+        Otherwise the lookup finds nothing. All files share one inode. All directories whose depth has the
+        same parity share one.
         """
         self._go_to(self._stubs.lookup_ends)
         if regs.get(self._calls.result):
@@ -530,7 +537,7 @@ class LinuxControlCalls(GuestCalls):
     def _path(self, dentry: int) -> str:
         """Return the path of the dentry at the address `dentry`, from the guest's root.
 
-        Raises: MemoryFault.
+        Raises: MemoryFault (a dentry or a name cannot be read).
         """
         reader = GuestReader(self._memory, "path of a dentry", self._machine.damage, size=_LONGEST_PATH)
         word = reader.word
@@ -549,7 +556,9 @@ class LinuxControlCalls(GuestCalls):
     # The host's directories and files in the guest
 
     def _prepare(self) -> None:
-        """Create the host's directories and files once, by init's system calls. Raises: GuestFault.
+        """Create the host's directories and files once, by init's system calls.
+
+        Raises: GuestFault (the guest has died).
 
         No probe sees these calls yet. If the creation fails, log a warning. Then the guest never makes
         calls on control files.
@@ -568,7 +577,9 @@ class LinuxControlCalls(GuestCalls):
     def _make(self) -> None:
         """Create the stubs, directories and files.
 
-        Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault.
+        Raises: KernelError (a symbol or member is missing, or a call fails), Blocked (a call sleeps for too
+        long), HardwareError (no memory is left), MemoryFault (guest memory is damaged), GuestFault (the guest
+        dies).
         """
         kernel = self._kernel
         machine = self._machine
@@ -588,7 +599,7 @@ class LinuxControlCalls(GuestCalls):
         self._put_operations(symbols["noop_llseek"])
 
     def _put_operations(self, llseek: int) -> None:
-        """Create the directories and files in the root and point their operations to the stubs.
+        """Create the directories and files in the root, and point their operations to the stubs.
 
         Lookups below the root use the inodes of these directories and files again, under other names.
         `llseek`: address of the kernel's noop_llseek(), the files' operation for lseek(2).

@@ -1,4 +1,4 @@
-"""ControlStubs: the code in the guest that traps to the host in calls on control files, and its offsets."""
+"""ControlStubs: guest code of control files' operations, which traps to the host, and offsets in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 @dataclass(frozen=True)
 class ControlStubs:
-    """Code of the operations of control files in the guest, and offsets in bytes in this code.
+    """Guest code of the lookups and file operations of control files, and offsets in bytes in this code.
 
     At each of the offsets `looked_up`, `woken` and `traps`, the code has a breakpoint that traps to the
     host.

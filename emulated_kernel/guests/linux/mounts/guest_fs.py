@@ -1,4 +1,7 @@
-"""GuestFs: shows the files of a distribution's kernel. Requests are system calls of clients' tasks."""
+"""GuestFs: shows the files of a distribution's kernel.
+
+Most requests are system calls that clients' tasks make in the guest.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _CACHE_SIZE = 500
 
 
 class GuestFile(FileDescription):
-    """An open file of the guest. `flags`: the status flags of the open file in the guest."""
+    """An open file of the guest. `flags`: access mode and status flags of the open file in the guest."""
 
     __slots__ = ("fd", "position", "seekable", "status", "task", "urgent")
 
@@ -37,7 +40,7 @@ class GuestFile(FileDescription):
         self.handle = 0
         self.fd: int = fd
         self.task: LinuxTask | None = task
-        """The task that made the last call on the file."""
+        """The task that made the last call on the file, which is the open at first; it is never None."""
         self.seekable = seekable
         self.position = 0
         """Expected offset of the client's next read or write.
@@ -71,7 +74,8 @@ class GuestFile(FileDescription):
     def read(self, client: Client, size: int, offset: int) -> bytes:
         """Read from the open file; see FileDescription.
 
-        Raises: WouldBlock (the call sleeps in the guest, or a shared task's call would sleep).
+        Raises: WouldBlock (the call sleeps in the guest, or would sleep in a task that several clients
+        share).
         """
         guest = self.fs.guest
         syscalls = guest.syscalls
@@ -103,7 +107,8 @@ class GuestFile(FileDescription):
     def write(self, client: Client, data: bytes, offset: int) -> int:
         """Write to the open file; see FileDescription. Lock: taken.
 
-        Raises: WouldBlock (the call sleeps in the guest, or a shared task's call would sleep).
+        Raises: WouldBlock (the call sleeps in the guest, or would sleep in a task that several clients
+        share).
         """
         guest = self.fs.guest
         syscalls = guest.syscalls
@@ -213,7 +218,7 @@ class GuestDirectory(OpenDirectory):
         super().__init__(fs, path)
         self.fd: int = fd
         self.task: LinuxTask | None = task
-        """The task that made the last call on the directory."""
+        """The task that made the last call on the directory, which is the open at first; it is never None."""
 
     def readdir(self, client: Client) -> list[DirEntry]:
         """Return the entries of the directory, by calls of the client's task; see OpenDirectory."""
@@ -253,7 +258,7 @@ class GuestFs(FileSystem):
         """Create a file system that shows files of `guest`.
 
         `paths`: prefix in the mount -> path in the guest.
-        `number`: id of this file system in the mount, which distinguishes its inode numbers.
+        `number`: id of this file system in the mount; it makes inode numbers differ from other file systems'.
         """
         super().__init__(guest.lock)
         self.guest = guest
@@ -330,7 +335,7 @@ class GuestFs(FileSystem):
         )
 
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
-        """Return the entries of a directory, by calls of init; see FileSystem.
+        """Return the entries of a directory, by calls of the guest's init; see FileSystem.
 
         A client that has opened the directory lists it by itself; see GuestDirectory.
         """
@@ -395,7 +400,10 @@ class GuestFs(FileSystem):
     # Changes
 
     def _change(self, client: Client, name: str, path: str, *arguments: int) -> None:
-        """Make the client's task call the system call `name` on a path. `arguments` follow the path."""
+        """Execute the system call `name` on a path by the client's task.
+
+        `arguments`: arguments of the call after the path.
+        """
         with self.request(client) as task:
             self.guest.syscalls.on_path(task, name, self._place(path), *arguments)
 
@@ -447,7 +455,7 @@ class GuestFs(FileSystem):
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set a file's owner and group; see FileSystem.
 
-        In the guest, root owns the files of the mounting user.
+        If the new owner or group is the mounting user's, the guest's file gets root's.
         """
         owner = self.guest.owner
         uid = 0 if uid == owner.uid else uid
@@ -463,7 +471,7 @@ class GuestFs(FileSystem):
             self.guest.syscalls.utimens(task, self._place(path), *times)
 
     def has_many_nodes(self, path: str) -> bool:
-        """Return True for a path in instances/, where rmdir(2) frees many nodes; see FileSystem.
+        """Return True for a path in instances/, where rmdir(2) frees many files' nodes; see FileSystem.
 
         Lock: not used.
         """

@@ -26,10 +26,9 @@ class KernelModules:
         """Parse the command `data`, read the module files, and return the function that executes the command.
 
         The caller must not hold the control lock. The returned function takes the writer's task and the
-        content of /proc/modules. `refused`: names of kernel functions; a module that uses one of them is not
-        loaded.
+        content of /proc/modules. `refused`: names of kernel functions that no module may use.
         Raises: KernelError EINVAL (not a command), ENOENT (no such module, or no module files), ENOEXEC (an
-        unusable file), EPERM (a refused function), and errors of reading a file.
+        unusable file), EPERM (a module uses a function in `refused`), and errors of reading a file.
         """
         line = os.fsdecode(data).strip()
         words = line.split(maxsplit=1)
@@ -68,6 +67,11 @@ class KernelModules:
 
 
 def _undefined(name: str, module: bytes) -> set[str]:
-    """Return the undefined symbols of the module `name`, which the loader resolves. Raises: UnusableFile."""
+    """Return the undefined symbols of a module, which the guest's module loader resolves.
+
+    `name`: the module's name, for errors. `module`: content of the module's file.
+
+    Raises: UnusableFile (the content is not an ELF file that can be read).
+    """
     with read_as(f"module ({name})"):
         return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}

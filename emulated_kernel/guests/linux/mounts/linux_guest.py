@@ -35,7 +35,7 @@ POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | s
 
 
 class Closable(Protocol):
-    """Interface of an open file for which the guest has a descriptor."""
+    """Interface of an open file for which the guest may have a descriptor."""
 
     @property
     def fd(self) -> int | None:
@@ -61,19 +61,19 @@ File = TypeVar("File", bound=Closable)
 
 
 class DeferredCloses(Generic[File]):
-    """Closes that the guest makes at the beginning of the next request.
+    """Queue of open files that the guest closes at the beginning of the next request.
 
     A release request comes from no process, and must not wait for the lock. So release() only adds the file
     to a queue: the file is *deferred*. `flush` closes the file at the next request, by the task that used the
-    file last. The file is *taken* if the next request is an open by this task and no other file is deferred.
+    file last. The file is *taken* if the next request is an open by this task, and no other file is deferred.
     Then the guest makes the close and the open in one run.
     """
 
     def __init__(self, close: Callable[[LinuxTask | None, int], None]) -> None:
         """Create an empty queue.
 
-        `close(task, fd)`: makes a task, or any task if `task` is None, call close(2) on the descriptor `fd`.
-        `close` must not raise.
+        `close(task, fd)`: makes `task` call close(2) on the descriptor `fd`; if `task` is None, any task does
+        so. `close` must not raise.
         """
         self._close = close
         self.deferred: deque[File] = deque()
@@ -103,6 +103,8 @@ class DeferredCloses(Generic[File]):
 
 class Running:
     """Context for code that may run the guest. It holds the control lock, and turns guest faults into EIO.
+
+    Raises: KernelError EIO (the mount has ended, or the guest has died).
 
     The context keeps no data of a request, so all requests share one instance.
     """
@@ -139,9 +141,9 @@ class Request:
     def __init__(self, guest: LinuxGuest, client: Client, opens: bool = False) -> None:
         """Prepare a request.
 
-        `opens`: the client's call is an open. In that case, begin() may set LinuxGuest.closes.taken to a file
-        that the client has released. The code in the context must then set `taken` to None, and make the
-        guest close this file in the run that makes the open.
+        `opens`: the client's call is an open. In that case, LinuxGuest.begin() may set
+        LinuxGuest.closes.taken to a file that the client has released. The code in the context must then set
+        `taken` to None, and make the guest close this file in the run that makes the open.
         """
         self._guest = guest
         self._client = client
@@ -190,14 +192,16 @@ class LinuxWorkloads:
         return list(WorkloadKind)
 
     def workload(self, kind: WorkloadKind, pid: int) -> LinuxWorkload:
-        """Return a workload; see WorkloadHost."""
+        """Return a workload of the kind `kind`, whose task gets the pid `pid`; see WorkloadHost."""
         guest = self._guest
         return LinuxWorkload(guest.tasks, guest.syscalls, guest.clients.execute, kind, pid)
 
     def slice_begins(self) -> None:
         """Before a slice of a workload, perform the deferred closes, as a request does.
 
-        See WorkloadHost. Raises: KernelError.
+        See WorkloadHost.
+
+        Raises: KernelError EIO (the mount has ended, or the guest has died).
         """
         guest = self._guest
         guest.check_open()
@@ -221,7 +225,7 @@ class LinuxWorkloads:
 
 
 class LinuxGuest:
-    """A distribution's kernel, as the file systems of one mount share it."""
+    """A distribution's kernel, with all that the file systems of one mount share: lock, clients, queues."""
 
     def __init__(
         self,
@@ -236,7 +240,8 @@ class LinuxGuest:
     ) -> None:
         """Create the objects that the file systems of a mount share.
 
-        `modules`: module files of this kernel. `lock`: the control lock.
+        `modules`: module files of this kernel; None: clients cannot load modules. `lock`: the control lock;
+        None: create one.
 
         `begins` is called before each request, and each function in `ended` after each request.
         """
@@ -248,7 +253,7 @@ class LinuxGuest:
         self.syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self.syscalls, modules)
         self.closes = DeferredCloses[Closable](self._close)
-        """Queue of the guest's own files that the guest must still close."""
+        """Queue of open files, other than control files, that the guest must still close."""
         self.control_closes = DeferredCloses[Closable](self._close_control)
         """Queue of control files that the guest must still close."""
         self.clients = LinuxClients(tasks, watch, owner.uid, self.closes.flush, self.lock)
@@ -336,7 +341,10 @@ class LinuxGuest:
                 notify()
 
     def follow_processes(self) -> None:
-        """Repeat in the guest forks and exits of clients' processes, without a request; see FileSystem."""
+        """Repeat in the guest the forks and exits of clients' processes; see FileSystem.
+
+        No client's request is needed.
+        """
         with self.running:
             if not self.is_dead and self.clients.has_news():
                 self.settle()
@@ -431,11 +439,12 @@ class LinuxGuest:
     def prepared_modules(
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
-        """Read the module files for a client's write to machine/modules; return a function that loads them.
+        """Read the module files for a client's write to machine/modules; return a function that executes it.
 
-        `data`: the command that the client writes, which may also unload a module. The returned function
-        runs the guest, and returns the number of bytes written. `refused`: names of kernel functions that
-        no module may use. Lock: not used.
+        `data`: the command that the client writes, which may also unload a module. The returned function runs
+        the guest with the control lock, and returns the size of `data`. `refused`: names of kernel functions
+        that no module may use. Lock: taken only to log an error.
+        Raises: KernelError (as KernelModules.prepared() does).
         """
         try:
             change = self._modules.prepared(data, refused)

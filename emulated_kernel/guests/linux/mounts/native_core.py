@@ -44,7 +44,7 @@ class NativeCore:
 
     @property
     def memory(self) -> NativeCore:
-        """The object itself, because it also reads and writes memory for a core dump or a debugger."""
+        """The object itself: it reads and writes memory, as a core dump or a debugger needs."""
         return self
 
     def _root_of(self, va: int) -> int:
@@ -56,7 +56,7 @@ class NativeCore:
         return self._root if va >> 63 else self._machine.cpu.root
 
     def read(self, va: int, size: int) -> bytes:
-        """Return `size` bytes at the virtual address `va`. Raises: MemoryFault."""
+        """Return `size` bytes at the virtual address `va`. Raises: MemoryFault (a page is not mapped)."""
         return self._memory.read(self._root_of(va), va, size)
 
     def write(self, va: int, data: bytes) -> None:
@@ -75,9 +75,9 @@ class NativeCore:
         """Return a function that returns True for addresses at which a debugger's step does not stop.
 
         See DebuggedMachine.passed_in_step. At these addresses, the kernel handles the hit of a kprobe. On
-        x86-64, the handling consists of exception handlers, in which the stack pointer is lower, and of the
-        copied instruction, which is outside of the kernel's text. Branches are not copied, because Linux
-        emulates them.
+        x86-64, the handling consists of exception handlers, in which the stack pointer is lower than at the
+        start of the step, and of the copied instruction, which is outside of the kernel's text. Branches are
+        not copied, because Linux emulates them.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
         """
         if self._machine.cpu.exception_return:
@@ -130,7 +130,7 @@ class NativeCore:
         return is_passed
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield one pair: the physical start address of RAM, and its size in bytes."""
+        """Yield one pair: the physical start address of RAM, and the size of RAM in bytes."""
         yield 0, len(self.ram)
 
     def mapped_ranges(self) -> Iterator[MappedRange]:
@@ -143,7 +143,10 @@ class NativeCore:
         return [{name: self.engine.reg_read(number) for name, number in self.model.all_registers.items()}]
 
     def original_text(self) -> Iterator[tuple[int, bytes]]:
-        """Yield nothing, because kprobefs has not patched the text. Only the guest's own kernel may have."""
+        """Yield nothing, because kprobefs patches no text of this guest.
+
+        Text that the guest's own kernel has patched stays as it is.
+        """
         yield from ()
 
     def vmcoreinfo(self) -> bytes:

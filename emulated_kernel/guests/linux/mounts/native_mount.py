@@ -48,9 +48,9 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 
 _PRIVATE = (GDB, HISTORY)
-"""Paths of files of machine/ that only root and the owner can read."""
+"""Paths of files of machine/ that only root and the mount's owner can read."""
 _HOST_INO = 1 << 40
-"""First inode number of files that only the host has."""
+"""First inode number of the files that the host adds to the mount; the guest does not have them."""
 
 
 class _ModulesFile(FileDescription):
@@ -80,14 +80,19 @@ class _ModulesFile(FileDescription):
 
 
 class ModulesFs(GuestFs):
-    """File system of machine/modules. Reads return /proc/modules; writes are executed as commands."""
+    """File system of machine/modules.
+
+    Reads return the guest's /proc/modules; writes are executed as commands.
+    """
 
     def _shown(self, found: Stat) -> Stat:
         shown = super()._shown(found)
         return shown._replace(mode=shown.mode | stat.S_IWUSR)
 
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
-        """Open a file; see FileSystem. Only root and the owner may open the file for writing, with O_WRONLY.
+        """Open a file; see FileSystem.
+
+        Only root and the mount's owner may open the file for writing, and only with O_WRONLY.
 
         Raises: KernelError EACCES (any other open for writing).
         """
@@ -202,7 +207,10 @@ class MachineFs(FileSystem):
     guest: LinuxGuest
 
     def __init__(self, guest: LinuxGuest, limits: Limits, past: Callable[[], PastRequests]) -> None:
-        """Create the file system. `past`: returns the mount's record of past requests."""
+        """Create the file system.
+
+        `limits`: the limits that machine/limits shows. `past`: returns the mount's record of past requests.
+        """
         super().__init__(guest.lock)
         self.guest = guest
         self.past = past
@@ -221,9 +229,10 @@ class MachineFs(FileSystem):
         """Number of open files of machine/vmcore."""
 
     def history(self) -> bytes:
-        """Return the content of machine/history: the used file systems and the last refused requests.
+        """Return the content of machine/history.
 
-        Events are left out, because the guest's own tracefs has them.
+        It has the file systems that clients have used, and the last refused requests. Events are left out,
+        because the guest's own tracefs has them.
         """
         past = self.past()
         first = {
@@ -251,7 +260,7 @@ class MachineFs(FileSystem):
         return Stat(self._number(path), stat.S_IFREG | mode, 1, owner.uid, owner.gid)
 
     def _number(self, path: str) -> int:
-        """Return the inode number of the file at `path`. Raises: KernelError ENOENT."""
+        """Return the inode number of the file at `path`. Raises: KernelError ENOENT (no such file)."""
         if path not in self._names:
             raise KernelError(errno.ENOENT, path)
         return _HOST_INO + 1 + self._names.index(path)
@@ -280,9 +289,10 @@ class MachineFs(FileSystem):
     def open(self, client: Client, path: str, flags: int) -> FileDescription:
         """Open a file; see FileSystem.
 
-        Only `load` can be opened for writing, with O_WRONLY. Only root and the owner can open `gdb`,
-        `history` and `vmcore`, or open `load` for writing.
-        Raises: KernelError EACCES (any other open), ENOENT, and for `vmcore` the errors of _open_core().
+        Only `load` can be opened for writing, and only with O_WRONLY. Only root and the mount's owner can
+        open `gdb`, `history` and `vmcore`, or open `load` for writing.
+        Raises: KernelError EACCES (any other open), ENOENT (no such file), and for `vmcore` the errors of
+        _open_core().
         """
         self.getattr(path)
         file: FileDescription
@@ -306,8 +316,8 @@ class MachineFs(FileSystem):
     def _open_core(self, client: Client, flags: int) -> _CoreFile:
         """Write an ELF core of the guest to a temporary file, and return the core as an open file.
 
-        Raises: KernelError EACCES (the client is neither root nor the owner, or opens for writing), EBUSY
-        (MAX_OPEN cores are open), ENOSPC (no directory has space).
+        Raises: KernelError EACCES (the client is neither root nor the mount's owner, or opens for writing),
+        EBUSY (MAX_OPEN cores are open), ENOSPC (no directory has space).
         """
         if flags & os.O_ACCMODE != os.O_RDONLY or not self.guest.owner.is_privileged(client):
             raise KernelError(errno.EACCES, VMCORE)
@@ -329,9 +339,10 @@ def native_mount(
     is_clock_real: bool = False,
     lock: ControlLock | None = None,
 ) -> Mount:
-    """Return a mount that shows a kernel's own files.
+    """Return a mount that shows a kernel's own files and, if `is_tracefs` is False, machine/.
 
-    `modules`: module files of this kernel. `lock`: the control lock.
+    `modules`: module files of this kernel; None: clients cannot load modules. `lock`: the control lock; None:
+    create one.
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else; if False, tracefs is at
     tracing/.
     `is_clock_real`: the real time between requests passes in the guest, too; if False, each request advances

@@ -1,4 +1,4 @@
-"""probed_mount: a mount of control files over a distribution's kernel, and the guest's scratch/ and dev/."""
+"""probed_mount: a mount with control files for a distribution's kernel, and the guest's scratch/ and dev/."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def probed_mount(
 ) -> Mount:
     """Return a mount of kprobefs's control files and of the guest's own scratch/ and dev/.
 
-    `modules`: module files of this kernel. `is_tracefs`: tracefs is the root of the mount, which shows
-    nothing else. `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then
-    the guest makes no calls on control files, so probes can't see such calls. If it is False, probes can.
-    `time`: object that makes the guest's time follow the real time; it must have been created before
-    `engine`. If `time` is None, the guest's time is virtual.
+    `modules`: module files of this kernel; None: clients cannot load modules.
+    `is_tracefs`: tracefs is the root of the mount, which shows nothing else; if False, tracefs is at
+    tracing/.
+    `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
+    no calls on control files, so probes can't see such calls. If it is False, probes can. `time`: object that
+    makes the guest's time follow the real time; it must have been created before `engine`. If `time` is None,
+    the guest's time is virtual.
     """
 
     def request_begins() -> None:
@@ -160,7 +162,7 @@ def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable
 
 
 def _module_lines(guest: LinuxGuest, client: Client) -> Records:
-    """Return the guest's /proc/modules; addresses are 0 if the client is not privileged."""
+    """Return the guest's /proc/modules; addresses are 0 unless the client is root or the mount's owner."""
 
     def shown() -> str:
         with guest.running:

@@ -1,4 +1,4 @@
-"""Tree of kprobefs's control files over a distribution's kernel: kprobes/, tracing/, sysctl/, machine/."""
+"""Tree of kprobefs's control files for a distribution's kernel: kprobes/, tracing/, sysctl/, machine/."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def engine_tree(
 ) -> NodeTree:
     """Return the tree of control files for the kernel that `engine` probes.
 
-    `log`: returns the kernel's log. `machine`: additional files of machine/.
-    `further`: additional nodes of the root.
+    `log`: returns the kernel's log. `machine`: name -> additional file of machine/.
+    `further`: name -> additional file or directory of the root.
     `is_tracefs`: tracefs is the root, and listings show nothing else; if False, tracefs is at tracing/.
     """
     banner = f"{engine.kernel.version}\nprofile {engine.kprobes.profile.title}\n"

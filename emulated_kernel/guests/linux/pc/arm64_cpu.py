@@ -41,7 +41,7 @@ class Arm64LinuxCpu(LinuxCpu):
         self._engine = engine
         self.regs = regs
         self._general: Any = regs
-        """The object `regs` without its type Regs, which does not declare the registers of this processor."""
+        """The object `regs`, typed as Any, because Regs does not declare the registers of this processor."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")
@@ -75,7 +75,7 @@ class Arm64LinuxCpu(LinuxCpu):
 
     @property
     def privilege(self) -> int:
-        """Current privilege level: 0 in the kernel, 3 in user mode; see LinuxCpu."""
+        """Current privilege level, numbered as on x86: 0 in the kernel, 3 in user mode; see LinuxCpu."""
         return 0 if self.pstate[0] & arm64.LEVEL else 3
 
     @property
@@ -142,10 +142,10 @@ class Arm64LinuxCpu(LinuxCpu):
         self._enter(_FROM_USER, _SVC_SYNDROME, ip + _SVC_SIZE)
 
     def entry(self, ip: int) -> KernelEntry:
-        """Return the table by which the host's native routine enters the kernel, as syscall(ip) does.
+        """Return the steps by which the host's native code enters the kernel, as syscall(ip) does.
 
-        `ip`: address of the stub's svc. When the routine runs, Unicorn has already set the CPU's ip to the
-        address after the svc.
+        `ip`: address of the stub's svc. When the native code runs, Unicorn has already set the CPU's ip to
+        the address after the svc.
         """
         assert isinstance(self.regs, FastRegs)
         place = self.regs.address_of
@@ -188,7 +188,7 @@ class Arm64LinuxCpu(LinuxCpu):
     def _enter(self, handler: int, syndrome: int, ip: int) -> None:
         """Take an exception: enter the kernel at the offset `handler` in the vector table.
 
-        `ip`: address to which the handler returns.
+        `syndrome`: value for esr_el1. `ip`: address to which the handler returns.
         """
         regs = self.regs
         if handler == _FROM_USER:

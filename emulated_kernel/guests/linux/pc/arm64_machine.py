@@ -43,7 +43,7 @@ _PSCI_VERSION = 0x84000000
 _PSCI_MIGRATE_INFO_TYPE = 0x84000006
 _PSCI_ENDS = 0x84000008, 0x84000009
 _PSCI_ANSWERS = {_PSCI_VERSION: 0x10001, _PSCI_MIGRATE_INFO_TYPE: 2}
-"""Function of the firmware (PSCI) -> its result.
+"""Number of a function of the firmware (PSCI) -> the function's result.
 
 The results mean: version 1.1, and no trusted operating system.
 Source: Arm Power State Coordination Interface (DEN 0022).
@@ -65,8 +65,8 @@ class Arm64Machine(LinuxMachine):
     def __init__(self, ram: mmap.mmap, seed: int, cells: Sequence[int], budget: float) -> None:
         """Create the machine without starting it.
 
-        `seed`: seed of the random steps of the time counter. `cells`: result of find_arm64_cells().
-        `budget`: seconds that one run may take.
+        `ram`: the machine's RAM. `seed`: seed of the random steps of the time counter. `cells`: result of
+        find_arm64_cells(). `budget`: seconds that one run may take.
         """
         engine = Engine(*Arm64Cpu.engine_mode, CPU_MODEL)
         super().__init__(ARM64, Arm64Cpu(), engine, Arm64Memory(ram), budget)
@@ -173,7 +173,10 @@ class Arm64Machine(LinuxMachine):
     # Exceptions
 
     def _call_from_user(self) -> bool:
-        """Enter the kernel's handler of system calls; see TrapHooks.call_from_user."""
+        """Enter the kernel's handler of system calls, and return True.
+
+        Return False, and do nothing, if the CPU is in the kernel; see TrapHooks.call_from_user.
+        """
         if not self.cpu.privilege:
             return False
         # Unicorn reports the address after the svc.
@@ -209,8 +212,8 @@ class Arm64Machine(LinuxMachine):
     def _call_firmware(self) -> None:
         """Execute the function of the firmware (PSCI) that an hvc instruction calls.
 
-        x0 contains the function's number, and then its result. Without a hypervisor, hvc is an undefined
-        instruction of the CPU.
+        x0 contains the function's number; store the result there. The CPU reports hvc as an undefined
+        instruction, because there is no hypervisor.
         """
         function = self.regs.get("x0") & _LOW
         if function in _PSCI_ENDS:

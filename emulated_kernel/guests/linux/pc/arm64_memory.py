@@ -36,7 +36,7 @@ class Arm64Memory(LinuxMemory):
         self.kernel_tables = memoryview(ctypes.c_uint64()).cast("B").cast("Q")
         """View of ttbr1_el1, which contains the physical address of the kernel's page tables.
 
-        Here it is a view of a zero. The machine replaces it by a view of the CPU's register.
+        At first it is a view of the value 0. The machine replaces it by a view of the CPU's register.
         """
 
     def kernel_root(self, root: int) -> int:  # noqa: ARG002 - both halves of other processors share a root

@@ -25,7 +25,7 @@ _STEPS = TscWords.steps.offset // 8
 
 
 class TimeFollower(Protocol):
-    """Interface of an object with the machine's time in memory, which guest code can read and advance."""
+    """Interface of an object that keeps the machine's time in memory, for guest code to read and advance."""
 
     @property
     def host_address(self) -> int:
@@ -34,7 +34,8 @@ class TimeFollower(Protocol):
     def go_on(self, tsc: int, cycles: int) -> int:
         """Return the new time: the sum of `tsc`, `cycles` and the time that guest code has used.
 
-        `tsc` is the old time, in cycles. Guest code can then read the new time.
+        `tsc`: the old time, in cycles. `cycles`: the cycles to add. If `cycles` is not 0, guest code can then
+        read the new time.
         """
 
     def show(self, cycles: int) -> None:
@@ -48,10 +49,12 @@ class CountedTime:
     """
 
     def __init__(self, khz: int) -> None:
-        """Start at 0 ns. `khz`: number of cycles of the time counter in a millisecond.
+        """Create the u64 at `host_address`, which is 0 at first.
 
-        Guest code advances the u64 at `host_address` by the nanoseconds that pass. go_on() converts them to
-        cycles, and sets the u64 to 0.
+        `khz`: number of cycles of the time counter in a millisecond.
+
+        Guest code advances the u64 by the nanoseconds that pass. go_on() converts them to cycles, and sets
+        the u64 to 0.
         """
         self._khz = khz
         self._ns = c_uint64()
@@ -94,7 +97,7 @@ class Board(ABC):
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if guest time does not follow it."""
         self._wall_base = 0
-        """Host's time in nanoseconds at which the TSC was 0."""
+        """Host's time in nanoseconds at which the TSC was 0. Not used if `_wall` is None."""
         self.due: int | None = None
         """TSC value of the timer's next interrupt; None if the timer is off."""
         self.period = 0
@@ -153,7 +156,7 @@ class Board(ABC):
 
     @property
     def tsc(self) -> int:
-        """Cycles since power-on, modulo 2**64."""
+        """Value of the time counter in cycles, modulo 2**64."""
         if self._follower is not None:
             self._cells[_TSC] = self._follower.go_on(self._cells[_TSC], 0) & _MASK
         return self._cells[_TSC]
@@ -195,10 +198,10 @@ class Board(ABC):
         self._wall_base += nanoseconds
 
     def jump_to(self, cycles: int) -> None:
-        """Advance the time to the TSC value `cycles`, because the guest sleeps until then.
+        """Advance the time to at least the TSC value `cycles`, at which the guest's sleep ends.
 
-        Deviates: the host does not wait while the guest sleeps. From then on the guest's time is ahead of the
-        host's time, and advances at the same rate.
+        Deviates: the host does not wait while the guest sleeps. If the guest's time follows the host's time,
+        the guest's time is then ahead, and advances at the same rate.
         """
         self.tsc = max(self.tsc, cycles)
         if self._wall is not None:

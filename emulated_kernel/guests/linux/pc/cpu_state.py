@@ -36,7 +36,9 @@ def state_words(state: int, code: str = "Q") -> tuple[int, ...]:
 def only(found: Set[int], what: str) -> int:
     """Return the only offset in `found`.
 
-    Raises: HardwareError (none or several offsets; `what` names the word).
+    Raises: HardwareError (`found` has no offset, or several).
+
+    `what`: name of the word, for the error.
     """
     if len(found) != 1:
         raise HardwareError(f"the emulator's CPU state: {len(found)} words may be {what}")
@@ -52,7 +54,10 @@ class WordSearch:
     """
 
     def __init__(self, state: int, code: str = "Q") -> None:
-        """Make all words of the CPU state candidates. Raises: HardwareError (the memory cannot be read)."""
+        """Make all words of the CPU state at the host address `state` candidates.
+
+        `code`: format of a word in struct. Raises: HardwareError (the memory cannot be read).
+        """
         # ctypes would crash where own_memory() returns less.
         if len(own_memory(state, STATE_SIZE)) != STATE_SIZE:
             raise HardwareError("the emulator's CPU state cannot be read")
@@ -66,5 +71,5 @@ class WordSearch:
         self._left = {at for at in self._left if self._words[at // self._size] == value}
 
     def offset(self, what: str) -> int:
-        """Return the offset of the only candidate that is left. Raises: as only()."""
+        """Return the offset of the only candidate that is left. `what` and errors: see only()."""
         return only(self._left, what)

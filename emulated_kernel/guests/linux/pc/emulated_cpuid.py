@@ -25,7 +25,7 @@ def emulated_cpuid(model: int, leaf: int, subleaf: int) -> tuple[int, int, int, 
 
     For a leaf after the last one, the emulator itself would return the values of another leaf, as Intel's
     CPUs do.
-    Raises: HardwareError.
+    Raises: HardwareError (Unicorn fails).
     """
     first = leaf & _EXTENDED
     if leaf != first and leaf > emulated_cpuid(model, first, 0)[0]:

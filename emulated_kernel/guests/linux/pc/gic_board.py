@@ -111,7 +111,8 @@ class GicBoard(Board):
     def read_interface(self, offset: int) -> int:
         """Return the value of the register at `offset` of the interrupt controller's CPU interface.
 
-        A read of the acknowledge register returns the number of an interrupt, which is then not pending.
+        A read of the acknowledge register returns the number of a pending, enabled interrupt, and ends its
+        pending state. If there is none, the number is _NONE.
         """
         if offset == _ACKNOWLEDGE:
             waiting = self.pending & self.enabled

@@ -33,7 +33,7 @@ class LinuxClock(GuestClock):
     """
 
     def __init__(self, pc: Board, memory: GuestMemory, cell: int) -> None:
-        """Follow the counter of `pc`.
+        """Create a clock that follows the time counter of `pc`.
 
         `cell`: address of the word with the time, a u64 in host-owned guest memory.
         """
@@ -93,11 +93,11 @@ class LinuxClock(GuestClock):
         self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
-        """Advance the counter until the guest's time is at least `nanoseconds`.
+        """Advance the counter so far that the guest's time is at least `nanoseconds`.
 
         Change nothing if the guest's time is later already, or if the kernel's conversion factors are
-        invalid. In a dump, the counter can have any value, because the TSC may be unstable or belong to
-        another machine.
+        invalid. For the time of a dump, the counter may need any value, because the dump's TSC may be
+        unstable or belong to another machine.
         """
         if _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
@@ -125,7 +125,7 @@ class Cyc2nsClock(LinuxClock):
     """
 
     def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
-        """Find the words by which the kernel converts cycles of the TSC to nanoseconds.
+        """Create the clock, with views of the words by which the kernel converts TSC cycles to nanoseconds.
 
         `per_cpu`: address of the per-CPU area. `cell`: address of the word with the time, a u64 in host-owned
         guest memory.
@@ -137,11 +137,9 @@ class Cyc2nsClock(LinuxClock):
             raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Function that takes the offset of one of two sets in struct cyc2ns, and returns the set's values.
+        """Function: offset of a set in cyc2ns.data -> the set's (factor, shift, offset).
 
-        The values are factor, shift and offset.
-
-        The kernel uses one set while it writes the other set.
+        There are two sets. The kernel uses one set while it writes the other.
         """
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         super().__init__(pc, memory, cell)
@@ -165,7 +163,7 @@ class GenericClock(LinuxClock):
     """
 
     def __init__(self, pc: Board, kernel: LinuxKernel, memory: GuestMemory, cell: int) -> None:
-        """Find the words by which the kernel converts cycles of the counter to nanoseconds.
+        """Create the clock, with views of the words by which the kernel converts cycles to nanoseconds.
 
         `cell`: address of the word with the time, a u64 in host-owned guest memory.
         """

@@ -122,7 +122,8 @@ class Gate(NamedTuple):
 class CpuTables(NamedTuple):
     """Registers and tables of a running kernel's CPU.
 
-    `root`: physical address of the page tables. `gdt` and `idt`: address and size. `tss`: base and limit.
+    `root`: physical address of the page tables. `per_cpu`: address of the per-CPU area. `gdt` and `idt`:
+    (address, size in bytes). `tss`: (base, limit).
     """
 
     root: int
@@ -168,12 +169,15 @@ class LinuxCpu(ABC):
     @property
     @abstractmethod
     def privilege(self) -> int:
-        """Current privilege level: 0 in the kernel, 3 in user mode."""
+        """Current privilege level, numbered as on x86: 0 in the kernel, 3 in user mode."""
 
     @property
     @abstractmethod
     def root(self) -> int:
-        """Physical address of page tables that map the kernel and the running task's user memory."""
+        """Physical address of page tables that map the running task's user memory.
+
+        Except on arm64, they map the kernel, too.
+        """
 
     @property
     @abstractmethod
@@ -182,7 +186,7 @@ class LinuxCpu(ABC):
 
     @abstractmethod
     def as_kernel(self) -> AbstractContextManager[None]:
-        """Give the host's accesses the kernel's memory and rights during the `with` block.
+        """Let the host access guest memory with the kernel's page tables and rights during the `with` block.
 
         The CPU must not run in the block.
         """
@@ -191,16 +195,16 @@ class LinuxCpu(ABC):
     def set_call(self, values: tuple[int, ...]) -> None:
         """Set the registers of a system call.
 
-        `values`: the arguments and number of the call, in the order of GuestAbi.call; then the instruction
-        pointer, and the registers GuestAbi.counter and GuestAbi.kept. Each implementation sets the registers
-        one by one, because a loop over the names would take five times as long.
+        `values`: the arguments and number of the call, in the order of GuestAbi.call; then the values of the
+        instruction pointer, and of the registers GuestAbi.counter and GuestAbi.kept. Each implementation sets
+        the registers one by one, because a loop over the names would take five times as long.
         """
 
     @abstractmethod
     def syscall(self, ip: int, values: tuple[int, ...] | None = None) -> None:
         """Execute the system call instruction at `ip`, which user mode has reached.
 
-        `values`: first set the registers by set_call(values); None leaves the registers unchanged.
+        `values`: values that set_call() sets first; None: leave the registers unchanged.
         """
 
 
@@ -223,11 +227,11 @@ class PcCpu(LinuxCpu):
         A kernel sets the two MSRs with these values before its first process.
         """
         self._isolates: bool | None = None
-        """Whether page table isolation is on; None if CR3 never had the bit _ISOLATED yet."""
+        """Whether page table isolation is on; None as long as CR3 has never had the bit _ISOLATED."""
         self._check_layout()
 
     def _check_layout(self) -> None:
-        """Write known values with the API, and check that they appear in the expected fields.
+        """Write known values with Unicorn's API, and check that they appear in the expected fields of _State.
 
         Raises: HardwareError (a field has another value).
         """
@@ -278,11 +282,11 @@ class PcCpu(LinuxCpu):
 
     @contextmanager
     def as_kernel(self) -> Iterator[None]:
-        """Give the host's accesses the kernel's memory and rights during the `with` block.
+        """Let the host access guest memory with the kernel's page tables and rights during the `with` block.
 
         The CPU must not run in the block. With page table isolation, the tables of user mode lack the host's
-        pages. An access through these tables would leave a page fault pending in Unicorn, which turns the
-        next exception into a double fault.
+        own pages in guest memory. An access through these tables would leave a page fault pending in Unicorn,
+        which turns the next exception into a double fault.
         """
         state = self._state
         kept = state.hflags
@@ -321,7 +325,7 @@ class PcCpu(LinuxCpu):
         regs.ip = entry
 
     def enter_kernel(self, tables: CpuTables) -> None:
-        """Put the CPU into kernel mode of a kernel that has booted already, with interrupts on."""
+        """Put the CPU into kernel mode of a booted kernel, with interrupts on and the registers `tables`."""
         engine = self._engine
         regs = self.regs
         self.power_on(0, 0, tables.root, tables.gdt)
@@ -385,10 +389,11 @@ class PcCpu(LinuxCpu):
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def entry(self) -> KernelEntry | None:
-        """Return the table by which the host's native routine enters the kernel, as syscall() does.
+        """Return the steps by which the host's native code enters the kernel, as syscall() does.
 
-        The ip in the table is lower by the size of a syscall, which Unicorn adds after the routine.
-        Return None before the first system call, and if the kernel's mask for system calls does not clear the
+        The steps set an ip below the entry point by the size of a syscall instruction, because Unicorn adds
+        this size later.
+        Return None before the first system call, or if the kernel's mask for system calls does not clear the
         direction flag.
         """
         if self._system_call is None or self._system_call[1] & _DIRECTION:
@@ -443,6 +448,7 @@ class PcCpu(LinuxCpu):
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
         """Take an interrupt or exception: switch the stack, push the frame, enter the gate.
 
+        `error_code`: pushed after the frame; None if the exception has no error code.
         Source: Intel SDM vol. 3, 6.14.
         Raises: GuestFault (the IDT has no gate for `vector`, or the stack is not mapped).
         """
@@ -496,7 +502,7 @@ class PcCpu(LinuxCpu):
         """Fill in `words`, by which the host's routine for traps decides if it may deliver `vector` itself.
 
         The words are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
-        `ram`: address of RAM in this process.
+        `ram`: address of the guest's RAM in this process.
         """
         state = self._state
         start = ctypes.addressof(state)

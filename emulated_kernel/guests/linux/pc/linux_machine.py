@@ -33,11 +33,11 @@ from emulated_kernel.machine.unicorn_engine import (
 _TIMER_LIMIT = 1 << 20
 """Maximum number of successive timer interrupts in an idle guest.
 
-A guest that reaches it waits for an event that never comes.
+LinuxMachine.run_to_stub() then assumes that the guest waits for an event that never comes, and fails.
 """
 
 _TICK_BLOCKS = 5_000
-"""Number of basic blocks per tick, in code where blocks are counted. A real CPU executes many more."""
+"""Number of basic blocks per tick; see LinuxMachine.ticking_in. A real CPU executes many more."""
 
 
 class StopReason(Enum):
@@ -66,8 +66,8 @@ class LinuxMachine(ABC):
     ) -> None:
         """Create a machine with the RAM `memory`, which is mapped at the physical address 0.
 
-        `abi`: the architecture's data for the host. `model`: the CPU model for the probe engine. `budget`:
-        seconds that one run may take.
+        `abi`: tables of the processor's system calls, registers and structures. `model`: the CPU model for
+        the probe engine. `budget`: maximum seconds of one run.
         Raises: HardwareError (Unicorn's CPU state cannot be found).
         """
         self.abi = abi
@@ -105,7 +105,7 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def call_time(self) -> CallTime:
-        """Return an object that limits the CPU time of a call, from now on, to that of one run."""
+        """Return an object that limits the CPU time of a call that begins now to the CPU time of one run."""
         return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:
@@ -205,7 +205,10 @@ class LinuxMachine(ABC):
         self.engine.stop()
 
     def take_breakpoints(self) -> None:  # noqa: B027 - only x86 delivers breakpoints without Python
-        """From now on, make each breakpoint trap to Python first, because kprobefs probes the guest."""
+        """From now on, make each breakpoint trap to Python first, because kprobefs probes the guest.
+
+        By default, do nothing, because breakpoints do so already.
+        """
 
     @property
     def delivers_breakpoints(self) -> bool:
@@ -234,7 +237,7 @@ class LinuxMachine(ABC):
     def run(self) -> StopReason:
         """Run until a process waits for the host, or the guest is idle.
 
-        Raises: GuestFault (the guest is dead).
+        Raises: GuestFault (the guest is dead, or dies in this run).
         """
         if self.death:
             self.check_alive()
@@ -301,7 +304,7 @@ class LinuxMachine(ABC):
         return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
-        """Return the reason why the guest restarts: the last kernel panic on the console, if there is one."""
+        """Return why the guest restarts: the last kernel panic on the console, or a general text."""
         said = self.pc.console.decode("latin1").splitlines()
         panics = ("".join(line.partition("Kernel panic - ")[1:]) for line in reversed(said))
         return next(filter(None, panics), "it has restarted")
@@ -334,11 +337,11 @@ class LinuxMachine(ABC):
         """Return the return address of the function whose first instruction the CPU has reached."""
 
     def argument(self, number: int) -> int:
-        """Return argument `number` of the function whose first instruction the CPU has reached."""
+        """Return argument `number` (from 0) of the function whose first instruction the CPU has reached."""
         return self.regs.get(self.model.arguments[number])
 
     def set_argument(self, number: int, value: int) -> None:
-        """Set argument `number` of the function whose first instruction the CPU has reached."""
+        """Set argument `number` (from 0) of the function whose first instruction the CPU has reached."""
         self.regs.set(self.model.arguments[number], value)
 
     def _per_cpu(self, facts: KernelOffsets) -> int:
@@ -371,13 +374,13 @@ class LinuxMachine(ABC):
     def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest has changed its text, from now on.
 
-        `symbols` and `offsets`: the fields of KernelOffsets.
+        `symbols` and `offsets`: the fields of KernelOffsets with these names.
         """
 
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
-        """Make the host execute some instructions of the kernel in place of the CPU.
+        """Make the host execute the instructions at `sites` in place of the CPU; by default, do nothing.
 
-        `sites`: the map KernelOffsets.executed of these instructions.
+        `sites`: the map KernelOffsets.executed.
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
@@ -390,7 +393,7 @@ class LinuxMachine(ABC):
     def run_to_stub(self) -> None:
         """Run until a process waits at the stub; while the guest is idle, advance the time.
 
-        Raises: GuestFault.
+        Raises: GuestFault (the guest is dead, dies, or waits for an event that never comes).
         """
         for _ in range(_TIMER_LIMIT):
             if self.run() is AT_STUB:

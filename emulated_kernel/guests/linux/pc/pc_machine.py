@@ -42,8 +42,8 @@ _FLUSH_FROM = 1000
 """Minimum number of writes to text after which do_sync_core() makes the host drop all translated code.
 
 After fewer writes, only the code of the written text is dropped. The guest patches in batches of 256
-addresses, and runs between them. If all code were dropped, Unicorn would translate the guest's code again
-after each batch.
+addresses, and runs between the batches. If all code were dropped, Unicorn would translate the guest's code
+again after each batch.
 """
 _WRITTEN = 0x63
 """Bits of the page table entry of a page that the guest has written: present, writable, accessed, dirty."""
@@ -58,7 +58,10 @@ _OUT = 500
 _SYSCALL = 699
 """Unicorn's instruction id of `syscall` (x86.h)."""
 _UNKNOWN_ENTRY = 1
-"""Value of TrapWords.entry_vector with which the native routine for syscall calls Python."""
+"""Value of TrapWords.entry_vector that makes the native routine for syscall call Python.
+
+It is used while the kernel's entry point for system calls is unknown.
+"""
 _RDTSC = 608
 """Unicorn's instruction id of `rdtsc` (x86.h)."""
 _RDTSCP = 609
@@ -224,10 +227,10 @@ class PcMachine(LinuxMachine):
             self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(rdmsr), at=site + _RDMSR_SIZE)
 
     def call_first(self, address: int, calls: Sequence[tuple[int, int]]) -> None:
-        """Make the guest call other functions before its first execution of the function at `address`.
+        """Make the guest call other functions, once, before it first executes the function at `address`.
 
-        `calls`: address of each function, and its argument. The functions run as if the caller of the
-        function at `address` had called them, and may sleep.
+        `calls`: pairs (address of a function, its argument), in the order of the calls. The functions run as
+        if the caller of the function at `address` had called them, and may sleep.
         """
         pending = list(calls)
 
@@ -276,9 +279,14 @@ class PcMachine(LinuxMachine):
     def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
         """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
 
-        Unicorn does not notice a write of text through another mapping. After a few calls of __text_poke(),
-        drop only the code of the text that these calls wrote. Drop all code if the calls are unknown, or if
-        memory for code was freed: its next user may write code in another way.
+        Unicorn does not notice a write of text through another mapping. If __text_poke() was called fewer
+        than _FLUSH_FROM times since the last do_sync_core(), drop only the code of the text that these calls
+        wrote. Drop all code if no calls were recorded, or if a call wrote something other than text. Also
+        drop all code if memory for code was freed, because the memory's next user may write code in another
+        way.
+
+        `symbols`: symbol -> address. `offsets`: the map KernelOffsets.offsets; if it lacks the keys POKED, no
+        calls are recorded.
         """
         poked: list[tuple[int, int]] | None = None
         registers = dict(enumerate(self.model.arguments))
@@ -314,7 +322,7 @@ class PcMachine(LinuxMachine):
     def _are_text(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Return True if the CPU can execute the code in each of `ranges`, pairs (address, size).
 
-        A range of more than a page's size counts as no text. Each page is checked only once.
+        Return False if a range is larger than a page. Each page is checked only once.
         """
         pages = set[int]()
         for va, size in ranges:
@@ -346,7 +354,10 @@ class PcMachine(LinuxMachine):
 
     @property
     def delivers_breakpoints(self) -> bool:
-        """Whether breakpoints in kernel mode reach the guest's handler without Python."""
+        """Whether breakpoints in kernel mode reach the guest's handler without Python.
+
+        If False, each breakpoint traps to Python first.
+        """
         return bool(self.hooks.words.stub)
 
     def _exception(self, trap: Trap) -> None:

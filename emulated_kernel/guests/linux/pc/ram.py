@@ -30,10 +30,10 @@ Page tables of user mode have only one of these entries: that of the direct map,
 
 
 class LinuxMemory:
-    """Reads and writes RAM, which is one mapping of the host, by virtual addresses.
+    """Reads and writes the guest's RAM, which is one mapping in the host, by virtual addresses.
 
-    `root`: physical address of page tables. `va`: virtual address. Pages that page tables map outside of RAM
-    count as not mapped.
+    In the methods, `root` is the physical address of page tables, and `va` a virtual address. If a page table
+    entry leads outside of RAM, its pages count as not mapped.
     Raises: MemoryFault (the address is not mapped).
     """
 
@@ -91,7 +91,8 @@ class LinuxMemory:
     def forbid_execution(self, root: int, data: range) -> None:
         """Make the large pages that are completely in `data` not executable.
 
-        The caller must drop the CPU's cached address translations afterwards.
+        `root`: physical address of the page tables. `data`: virtual addresses. The caller must drop the CPU's
+        cached address translations afterwards.
         """
         start = -(-data.start // LARGE_PAGE_SIZE) * LARGE_PAGE_SIZE
         for va in range(start, data.stop - LARGE_PAGE_SIZE + 1, LARGE_PAGE_SIZE):
@@ -100,7 +101,10 @@ class LinuxMemory:
                 self.words[slot] |= _NO_EXECUTE
 
     def maps_kernel_data(self, root: int) -> bool:
-        """Return True if the page tables at `root` map the kernel's data."""
+        """Return True if the page tables at `root` map the kernel's data.
+
+        Return False for tables that a task uses only in user mode (page table isolation).
+        """
         return sum(map(bool, self.words[root >> 3 :][_KERNEL_DATA])) > 1
 
     def last(self, root: int, va: int) -> tuple[int, int]:

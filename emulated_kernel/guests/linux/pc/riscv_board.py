@@ -58,7 +58,8 @@ class SbiBoard(Board):
     ) -> tuple[int, int]:
         """Execute the SBI call `function` of `extension`; return (error, value).
 
-        `arguments`: the first two arguments. `ram`: RAM, to which pointer arguments refer.
+        The error is 0 or one of SBI's negative error numbers. `arguments`: the first two arguments. `ram`:
+        RAM, to which pointer arguments refer.
         """
         self.pending = 0
         self.cleared = 0

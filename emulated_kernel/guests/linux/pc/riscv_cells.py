@@ -52,9 +52,9 @@ _VALUES = {
 
 
 class RiscvCells(NamedTuple):
-    """Offsets in bytes of words in Unicorn's CPU state, from the first register.
+    """Offsets in bytes, from the first register in Unicorn's CPU state, of the words named by the fields.
 
-    The field `error` is an offset in Unicorn's handle instead.
+    The field `error` is an offset in Unicorn's handle (struct uc_struct) instead.
     """
 
     bad_address: int
@@ -88,7 +88,7 @@ def find_riscv_cells() -> RiscvCells:
 
 
 def _register(engine: Engine, state: int, number: int) -> int:
-    """Return the offset of the word with the register `number`, which is found by writes in machine mode."""
+    """Find the word that holds the register `number` by writes in machine mode; return the word's offset."""
     engine.reg_write(riscv.PRIV, MACHINE_MODE)
     kept = engine.reg_read(number)
     search = WordSearch(state)

@@ -101,8 +101,8 @@ class RiscvLinuxCpu(LinuxCpu):
     def set_pending(self, interrupts: int, *, cleared: int = 0) -> None:
         """Make the interrupts in the mask `interrupts` pending, and the interrupts in `cleared` not pending.
 
-        Unicorn delivers a pending interrupt when the guest has enabled it. Unicorn: only a write of mip by
-        the API, in machine mode, interrupts the CPU. A write of the word in the CPU state does not.
+        Unicorn delivers a pending interrupt when the guest has enabled it. Only a write of mip by Unicorn's
+        API, in machine mode, interrupts the CPU. A write of the word in Unicorn's CPU state does not.
         """
         engine = self._engine
         kept = self.mode[0]
@@ -123,9 +123,9 @@ class RiscvLinuxCpu(LinuxCpu):
         self._enter(riscv.CAUSE_ECALL, ip, 0)
 
     def entry(self) -> KernelEntry:
-        """Return the table by which the host's native routine does what syscall() does at an ecall.
+        """Return the table by which the native routine enters the kernel at an ecall, as syscall() does.
 
-        When the routine runs, Unicorn has set ip to the address after the ecall already.
+        When the routine runs, Unicorn has already set ip to the address after the ecall.
         """
         assert isinstance(self.regs, FastRegs)
         ip = self.regs.address_of("ip")

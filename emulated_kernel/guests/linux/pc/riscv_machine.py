@@ -63,7 +63,10 @@ class RiscvMachine(LinuxMachine):
         self.user_access = UserAccess(engine, self.regs, self._state, self._state + found.mstatus)
 
     def _call_from_user(self) -> bool:
-        """Enter the kernel's handler of system calls; see TrapHooks.call_from_user."""
+        """If the ecall came from user mode, enter the kernel's handler of system calls, and return True.
+
+        Return False if it came from the kernel; see TrapHooks.call_from_user.
+        """
         if self.cpu.mode[0]:
             return False
         self.cpu.syscall(self.regs.ip - REPORTED_AHEAD)
@@ -131,7 +134,7 @@ class RiscvMachine(LinuxMachine):
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:
-        """Keep cached address translations when the guest changes SUM at `sites` from now on.
+        """From now on, keep cached address translations when the guest changes SUM at `sites`.
 
         See LinuxMachine.
         """

@@ -1,1 +1,1 @@
-"""The probe engine and tracing over a distribution's kernel."""
+"""The probe engine and the tracing of a running distribution's kernel."""

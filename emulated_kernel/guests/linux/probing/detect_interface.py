@@ -23,7 +23,7 @@ _README = "readme_msg"
 _WITH_FTRACE = frozenset((InterfaceRule.FPROBE_EVENTS, InterfaceRule.TRACEPOINT_EVENTS))
 _WORD = 8
 _LONGEST = 256
-"""Maximum size of a text of the error table in bytes, including its NUL."""
+"""Maximum size in bytes of a text in the error table, including its NUL."""
 
 
 def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
@@ -105,7 +105,10 @@ def _text(kernel: LinuxKernel, symbol: str) -> str:
 
 
 def _bytes(kernel: LinuxKernel, symbol: str) -> bytes:
-    """Return the bytes from a symbol to the next symbol; b"" if the kernel lacks the symbol or the bytes."""
+    """Return the bytes from a symbol to the next symbol.
+
+    Return b"" if the kernel lacks the symbol, or the kernel's file lacks the bytes.
+    """
     start = kernel.kallsyms.lookup_name(symbol)
     found = None if start is None else kernel.kallsyms.lookup(start)
     return b"" if start is None or found is None else _read(kernel, start, found.symbol.size)

@@ -1,6 +1,7 @@
 """KernelCalls: calls functions of a running distribution's kernel, each in a separate kernel thread.
 
-An interrupt queues work, as a device's interrupt does. The work creates the thread, which may sleep.
+An interrupt queues a work_struct, as a device's interrupt does. The work_struct's function creates the
+thread, which may sleep.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from emulated_kernel.util.errors import KernelError
 _TEXT = 0x10000
 """Offset in bytes, from GuestAbi.host_code, of the page with this module's code."""
 _MAKER = 0x100
-"""Offset in bytes of the work function, which creates the thread, in the page with this module's code."""
+"""Offset of the work_struct's function, which creates the thread, in the page with this module's code."""
 _THREAD = 0x200
 """Offset in bytes of the thread function in the page with this module's code."""
 _MAIL = 0x300
@@ -90,7 +91,7 @@ MAKER = """
     5b                              | pop rbx
     c3                              | ret
 """
-"""Code of the work: wake_up_process(kthread_create_on_node(thread, mailbox, NUMA_NO_NODE, name)).
+"""The work_struct's function: wake_up_process(kthread_create_on_node(thread, mailbox, NUMA_NO_NODE, name)).
 
 The work_struct is at _WORK in the mailbox. The code stores the task at _TASK. After an error, it stores the
 error at _RESULT and _NO_THREAD at _STATE.
@@ -125,8 +126,8 @@ def calls_text(abi: GuestAbi) -> range:
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
     """Return (functions, constants, offsets) by which the code of this module uses the kernel's work queues.
 
-    functions: symbol -> address. constants: values of _CONSTANTS. offsets: member of work_struct -> its
-    offset in bytes.
+    functions: symbol -> address; "workqueue" is the variable that points to the workqueue. constants: values
+    of the constants named in _CONSTANTS. offsets: member of work_struct -> its offset in bytes.
     Raises: KernelError ENOEXEC (the kernel's work queues are unknown).
     """
     functions = {name: kernel.required(name) for name in _SYMBOLS}
@@ -140,9 +141,10 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
 
 def _code(abi: GuestAbi, symbols: Mapping[str, int]) -> tuple[tuple[int, bytes], ...]:
-    """Return (offset in the page, bytes) for three pieces of code: the interrupt, the work and the thread.
+    """Return (offset in the page, bytes) of the code of the interrupt, of the work_struct and of the thread.
 
-    The module of a processor is imported only when a kernel of that processor is used.
+    `symbols`: name -> value, for the names in the code listings. A processor's module with these listings is
+    imported only when a kernel of that processor is used.
     """
     if abi is X86_64:
         return (
@@ -245,7 +247,7 @@ class KernelCalls(TaskObserver):
         raise KernelError(EFAULT, "its thread was killed; see machine/dmesg")
 
     def _free_ended(self) -> None:
-        """Free the mailboxes of calls that have ended, including calls that had timed out."""
+        """Free the mailboxes of calls that have ended, including calls that ended after their time-out."""
         for mailbox in [found for found in self._mailboxes if self._head(found)[_STATE // 8]]:
             self._mailboxes.discard(mailbox)
             self._machine.free_pages(mailbox)

@@ -15,7 +15,7 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.util.abi import PAGE_SIZE, Prot
 
 RECORDS_SIZE = 32 << 20
-"""Size in bytes of host-owned memory for pages of records; the memory below it is for code."""
+"""Size in bytes of the host-owned memory for pages of records, which is at the end of RAM."""
 RISCV_CELLS = 0xFFFFFFFFA0000000
 """Virtual address of the handlers' variables (cells) on RISC-V, where all code can reach them by `lui`.
 
@@ -54,8 +54,8 @@ def _leaves(
 ) -> Iterator[MappedRange]:
     """Yield the range of each page that the page table at `table` and the tables below it map.
 
-    `level`: number of tables above it; of the root table, level 0, only the kernel's entries count. `va`:
-    first address that the table covers; not used for the root table.
+    `level`: number of tables above `table`. In the root table (level 0), only the kernel's entries count.
+    `va`: first address that the table covers; not used for the root table.
     """
     shift = tables.shifts[level]
     limit = len(memory.ram)
@@ -85,10 +85,10 @@ def _leaves(
 class KernelMemory(GuestMemory):
     """Virtual memory as the guest's current task and its kernel see it.
 
-    `host`: range of physical memory that the guest does not use; pages that the host maps are there.
-    Host-owned memory for records is after this range. `root`: page tables of any task, because all tasks
-    share the kernel's half. `on_remap`: function that is called after a mapping was removed; it must flush
-    the TLB.
+    `host`: range of physical memory that the guest does not use, from which the host allocates its pages.
+    Host-owned memory for records is after this range. `root`: physical address of the page tables of any
+    task, because all tasks share the kernel's half. `on_remap`: function that is called after a mapping was
+    removed; it must flush the TLB.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class KernelMemory(GuestMemory):
         """Return the physical address of a virtual range; None if its pages are not contiguous in RAM.
 
         Also return None if `fits` returns False for the page table entry of one of the pages.
-        Raises: MemoryFault.
+        Raises: MemoryFault (a page is not mapped).
         """
         start = None
         expected = None

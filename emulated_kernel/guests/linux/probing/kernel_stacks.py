@@ -1,4 +1,4 @@
-"""KernelStacks: finds code that tasks of a distribution's kernel use, from their registers and stacks."""
+"""KernelStacks: finds out from registers and stacks which code the tasks of a distribution's kernel use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class KernelStacks(TaskStacks):
         per_cpu: int,
         running: Callable[[], int],
     ) -> None:
-        """Find the task list. `running`: see RunningLinux."""
+        """Look up the task list and the stacks of the kernel.
+
+        `per_cpu`: address of the CPU's per-CPU area. `running`: see RunningLinux.
+        """
         self._machine = machine
         self._memory = memory
         self._running = running

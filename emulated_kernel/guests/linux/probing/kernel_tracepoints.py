@@ -87,10 +87,11 @@ class EventBatch:
         references: int = 0,
         module: str = "",
     ) -> None:
-        """Start without events.
+        """Create a batch without events.
 
-        `names`: returns the names for print formats. `references`: address of the module's reference count.
-        `module`: name of the module. They are 0 and "" for events of the kernel itself.
+        `names`: returns the names that print formats may use. `references`: address of the module's reference
+        count. `module`: name of the module. For events of the kernel itself, `references` is 0 and `module`
+        is "".
         """
         self.module = module
         self._machine = machine
@@ -102,7 +103,7 @@ class EventBatch:
         self._funcs = 0
 
     def hold(self) -> None:
-        """Take a reference to the module of the events.
+        """Take a reference to the module of the events; do nothing for events of the kernel itself.
 
         Raises: KernelError EBUSY (the module is being unloaded). Mirrors: try_module_get (v6.1).
         """
@@ -125,11 +126,11 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None], stub: str, switch_stub: SwitchStub) -> Tracepoint:
-        """Return a new tracepoint of the batch.
+        """Create a tracepoint in the batch, and return it.
 
-        `switch` is called to enable or disable the tracepoint; its arguments are the tracepoint's index in
-        the batch and the new state. `stub`: name of the tracepoint's stub, or "" if it has none.
-        `switch_stub` is called to make the tracepoint start or stop calling the stub.
+        `switch` is called with the tracepoint's index in the batch and True to enable the tracepoint, False
+        to disable it. `stub`: symbol of the tracepoint's stub (the empty function for `t` events), or "" if
+        it has none. `switch_stub` is called to make the tracepoint start or stop calling the stub.
         """
         number = len(self.points)
         called = TracepointStub(stub, 1, 0, partial(switch_stub, self, number)) if stub else None
@@ -138,7 +139,7 @@ class EventBatch:
         return point
 
     def prepare(self) -> Iterator[tuple[int, Tracepoint]]:
-        """Allocate the memory of the batch; yield (address of the trace_event_file, tracepoint) pairs.
+        """Allocate the batch's memory; yield (address that serves as trace_event_file, tracepoint) pairs.
 
         If the memory was allocated before, yield nothing.
         """
@@ -161,16 +162,16 @@ class EventBatch:
         return files
 
     def stub(self, number: int) -> str:
-        """Return the name of the stub of tracepoint `number`."""
+        """Return the symbol of the stub of the tracepoint with the index `number`; "" if it has no stub."""
         stub = self.points[number].stub
         return "" if stub is None else stub.symbol
 
     def array(self, number: int) -> int:
-        """Return the address of the array of struct tracepoint_func of tracepoint `number`."""
+        """Return the address of the array of struct tracepoint_func of the tracepoint with index `number`."""
         return self._funcs + number * _FUNCS
 
     def file(self, number: int) -> int:
-        """Return the address that serves as the trace_event_file of tracepoint `number`."""
+        """Return the address that serves as the trace_event_file of the tracepoint with index `number`."""
         return self.array(len(self.points)) + number * _FILE
 
 
@@ -218,11 +219,11 @@ class KernelTracepoints:
         text = range(*kernel.text)
         labels = (label for label in kernel.jump_labels if label.code in text)
         self.keys = (_ShortKeys if arch.registers.link is None else StaticKeys)(labels, machine, poker, arch)
-        """Static keys with the branches of the kernel and of modules."""
+        """Switches static keys: it writes the branches (jump labels) of the kernel and of modules."""
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
         self._own_count = -1 if kernel.is_preemptible else 0
         self._points: dict[int, Tracepoint] = {}
-        """Address that serves as a trace_event_file -> tracepoint."""
+        """Address that serves as a trace_event_file -> tracepoint, for batches with allocated memory."""
         self.by_name: dict[str, Tracepoint] = {}
         """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []
@@ -294,7 +295,9 @@ class KernelTracepoints:
     def _event(
         self, event: KernelEvent, batch: EventBatch, register: Switch | None
     ) -> KernelStaticEvent | None:
-        """Return the trace event for a kernel event, or None if the event cannot be enabled and disabled.
+        """Return a trace event for a kernel event; None if it has no probe function or no fields.
+
+        Also return None if the host cannot call the tracepoint's regfunc and unregfunc, but would have to.
 
         `register`: called before the event's key is switched, with True to enable the event. If it is None,
         the tracepoint's regfunc or unregfunc is called, provided that there is one.
@@ -377,7 +380,7 @@ class KernelTracepoints:
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
         middle of the unload.
-        Raises: KernelError (with regfunc's errno), as `call`.
+        Raises: KernelError (with regfunc's errno), and as the constructor's `call`.
         """
         if batch.is_going:
             return
@@ -395,10 +398,10 @@ class KernelTracepoints:
                 self._call(function)
 
     def _function(self, event: KernelEvent, name: str) -> int:
-        """Return the address of the function `name` of an event's tracepoint: regfunc or unregfunc.
+        """Return the address of the regfunc or unregfunc of an event's tracepoint; 0 if it has none.
 
-        The address is in struct tracepoint, or since v6.14 in the struct tracepoint_ext to which struct
-        tracepoint points.
+        `name`: "regfunc" or "unregfunc". The address is in struct tracepoint, or since v6.14 in the struct
+        tracepoint_ext to which struct tracepoint points.
         """
         btf = self._kernel.btf
         base = event.tracepoint

@@ -47,10 +47,11 @@ def _has_per_cpu_count(kernel: LinuxKernel) -> bool:
 def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """Return the kernel's struct offsets, per-CPU offsets, sizes and masks, for the probe engine.
 
-    The keys are the names in the ABI table of kprobefs's own kernel. If the running task and the preempt
-    count are no per-CPU variables, the values are their offsets in task_struct.
+    The keys are the names in the ABI table of kprobefs's own kernel. If the preempt count is no per-CPU
+    variable, the keys of per-CPU variables are left out. Then the offsets of the preempt count and of the
+    CPU's number in task_struct are included instead.
 
-    Raises: KernelError ENOEXEC, ENOENT, ENODATA.
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
     offset = kernel.btf.offset
     found = (
@@ -90,7 +91,7 @@ def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used. All
     fields are 0 when a task is created. The kernel reads them again long after the task has ended. The guest
     has no rethooks of its own, because no module that probes can be loaded. `may_have_traced`: see
-    RunningLinux. If it is True, ret_stack may not be 0 and is left out.
+    RunningLinux. If it is True, ret_stack may be other than 0, so it is left out.
     """
     fields = {}
     instances = "task_struct.kretprobe_instances"

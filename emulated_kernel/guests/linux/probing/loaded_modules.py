@@ -47,9 +47,10 @@ _INIT_TEXT = 4
 
 
 class LoadedModules:
-    """Reads struct modules with the offsets in the kernel's BTF.
+    """Reads modules from the guest's memory, with the offsets in the kernel's BTF.
 
-    Up to Linux 6.3 a module has two pieces of memory, later seven.
+    In the methods, `module` is the address of a struct module. Up to Linux 6.3 a module has two pieces of
+    memory, later seven.
 
     All methods raise KernelError ENOEXEC if the data are damaged, and ENOENT or ENODATA if the kernel's
     structures are unknown.
@@ -62,7 +63,7 @@ class LoadedModules:
         self._kernel = kernel
 
     def _begin(self, what: str) -> GuestReader:
-        """Return a new reader for one list or one module, whose limits of steps and bytes start afresh.
+        """Return a new reader for one list or one module; its counts of steps and bytes begin at 0.
 
         `what`: name of the data in reports of damage.
         """
@@ -71,9 +72,9 @@ class LoadedModules:
         return reader
 
     def addresses(self) -> list[int]:
-        """Return the addresses of struct modules, the oldest first, without modules that are being loaded.
+        """Return the addresses of the struct modules, the oldest first, without those in the state UNFORMED.
 
-        Damaged modules are left out.
+        Damaged modules are left out. Return [] if the kernel has no list of modules.
         """
         head = self._kernel.kallsyms.lookup_name("modules")
         if head is None:
@@ -105,7 +106,7 @@ class LoadedModules:
         return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
 
     def constants(self, module: int) -> dict[str, int]:
-        """Return name -> value of the enumerators of a module's types.
+        """Return name -> value of the enumerators of a module's types; {} if the module has no BTF.
 
         Mirrors: kernel/bpf/btf.c:btf_modules (v6.1).
         """
@@ -184,6 +185,7 @@ class LoadedModules:
     def _layout(self, module: int, name: str) -> tuple[Range, Range]:
         """Return the ranges of text and data in the module's piece of memory called `name`: `core` or `init`.
 
+        Both are Range(0, 0) if the module has no such piece of memory.
         Mirrors: include/linux/module.h:struct module_layout (v6.1).
         """
         base = self._structures.value(module, f"module.{name}_layout.base")
@@ -193,7 +195,7 @@ class LoadedModules:
         return _range(base, text), _range(base + text, size - text)
 
     def _per_cpu(self, module: int) -> Range:
-        """Return the range of the module's per-CPU variables, as offsets in a per-CPU area."""
+        """Return the range of the module's per-CPU variables, as offsets in a per-CPU area; empty if none."""
         if not self._structures.btf.has("module.percpu"):
             return Range(0, 0)
         start = self._structures.value(module, "module.percpu")
@@ -310,7 +312,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """Guest memory from which modules are read. `reader` reads it, up to limits of steps and bytes."""
+    """Guest memory from which modules are read, by the object `reader`, which limits steps and bytes."""
 
     reader: GuestReader
 
@@ -321,7 +323,10 @@ class _ModuleMemory(RunningMemory):
         return self.reader.read(va, size)
 
     def table(self, va: int, count: int, entry: int) -> bytes:
-        """Read a table of `count` entries with `entry` bytes each. Raises: KernelError ENOEXEC."""
+        """Read a table of `count` entries with `entry` bytes each.
+
+        Raises: KernelError ENOEXEC (the table is not mapped, or larger than the limits of `reader`).
+        """
         try:
             return self.reader.table(va, count, entry)
         except MemoryFault as fault:

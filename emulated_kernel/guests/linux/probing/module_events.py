@@ -85,8 +85,8 @@ class ModuleEvents:
     def goes(self, name: str) -> None:
         """Remove the events of the module `name`, which is being unloaded.
 
-        No task runs in the module any more, and the kernel has not yet checked whether its tracepoints are
-        used.
+        No task runs in the module any more, and the kernel has not yet checked whether the module's
+        tracepoints are used.
         Linux empties each buffer that may have records of these events. Deviates: the events' triggers are
         removed too.
         Mirrors: kernel/trace/trace_events.c:trace_module_remove_events (v6.1).

@@ -33,7 +33,7 @@ log = logging.getLogger("kprobefs.linux")
 
 
 class ModuleWatch:
-    """Reads modules, and adds and removes their text in the ledger of patched text."""
+    """Reads modules, and keeps their text in the ledger of patched text while they are loaded."""
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
         self._machine = machine
@@ -46,9 +46,9 @@ class ModuleWatch:
         self._keys: StaticKeys | None = None
 
     def follow(self, keys: StaticKeys) -> None:
-        """Add the branches of all modules to the static keys `keys`.
+        """Add the jump labels of all modules to the static keys `keys`.
 
-        This includes the branches of modules that are loaded later.
+        From now on, also add those of each module that is loaded.
         """
         self._keys = keys
         keys.add(self._labels)
@@ -108,7 +108,8 @@ class ModuleWatch:
     def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
         """Call `first` and `last` whenever a module gets the state COMING, LIVE or GOING.
 
-        `first` is called before all other notifiers, `last` after them.
+        Their arguments are the state and the address of the struct module. The kernel calls `first` before
+        all other notifiers, `last` after them.
         Mirrors: register_module_notifier, notifier_chain_register (v6.1).
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")

@@ -1,4 +1,4 @@
-"""Reads the options of tracers that a distribution's kernel has and kprobefs does not, such as blk."""
+"""Reads the options of tracers that a distribution's kernel has and kprobefs lacks, such as blk."""
 
 from __future__ import annotations
 

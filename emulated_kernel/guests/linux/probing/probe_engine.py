@@ -68,8 +68,8 @@ class KernelEngine:
 
         Functions of the kernel that the host replaces (REPLACED_FUNCTIONS, ANSWERED_FUNCTIONS) are put on the
         blacklist.
-        For a kernel without preemption, `preemption` of `profile` is set to False. `pauses`: see
-        MachineConfig.pauses.
+        For a kernel without preemption, a copy of `profile` with `preemption` set to False is used. `lock`:
+        None for a new lock. `limits`: None for the default limits. `pauses`: see MachineConfig.pauses.
         """
         kernel.forbid((*REPLACED_FUNCTIONS, *ANSWERED_FUNCTIONS))
         if not kernel.is_preemptible:
@@ -136,7 +136,7 @@ class KernelEngine:
         return loaded
 
     def _build_engine(self, profile: Profile) -> ProbeRegistries:
-        """Build the registries of probes, without jprobes."""
+        """Build and return the registries of probes, without a registry of jprobes."""
         kernel = ProbedKernel(
             machine=self.machine,
             tables=self.live,
@@ -155,9 +155,10 @@ class KernelEngine:
         self.guest.idle(_TURN)
 
     def _run_all_tasks(self) -> nullcontext[bool]:
-        """Run each runnable task once, in place of freezing all tasks; return a context that yields True.
+        """Run each runnable task once, in place of freezing all tasks; return a context.
 
-        Deviates: no task is frozen. If a task's stack still refers to the text afterwards, the caller waits.
+        The context yields True, which means that no task refused to freeze. Deviates: no task is frozen. If a
+        task's stack still refers to the text afterwards, the caller waits.
         """
         self._run_tasks()
         return nullcontext(True)
@@ -209,9 +210,9 @@ class KernelEngine:
             notify()
 
     def request_begins(self) -> None:
-        """Notify the observers that a request of a host process begins.
+        """Notify the observers that the guest is about to run, and that a request of a host process begins.
 
-        They do the delayed work that is due.
+        The observers do their delayed work that is due.
         """
         events = self.guest.events
         for notify in events.call_begins:
@@ -221,9 +222,10 @@ class KernelEngine:
 
 
 class LinuxEngine(KernelEngine):
-    """The engine over a running kernel that serves clients; `tasks`: the guest's tasks.
+    """The probe engine over a running kernel that serves clients; `tasks`: the guest's tasks.
 
-    Functions that may sleep can be called. Probes and events follow the loading and unloading of modules.
+    The engine can call kernel functions, even if they may sleep. Probes and events follow the loading and
+    unloading of modules.
     """
 
     def __init__(
@@ -260,12 +262,18 @@ class LinuxEngine(KernelEngine):
         )
 
     def _before_others(self, state: ModuleState, module: int) -> None:
-        """Remove the events of a module in the state GOING, before other notifiers of the guest run."""
+        """Remove the events of a module in the state GOING, before other notifiers of the guest run.
+
+        `module`: address of the struct module.
+        """
         if state is ModuleState.GOING:
             self._module_events.goes(self._modules.name(module))
 
     def _after_others(self, state: ModuleState, module: int) -> None:
-        """Report a module's new state to the engine, after the guest has called all other notifiers."""
+        """Report a module's new state to the engine, after the guest has called all other notifiers.
+
+        `module`: address of the struct module.
+        """
         self._notify(state, module)
 
     @cached_property
@@ -283,7 +291,7 @@ class LinuxEngine(KernelEngine):
     def _call(self, function: int) -> int:
         """Call the kernel function at the address `function`, which may sleep; return its result.
 
-        Raises: KernelError, as `KernelCalls`, EIO (the guest has died).
+        Raises: as KernelCalls.call_at(), but KernelError EIO (the guest has died) in place of GuestFault.
         """
         try:
             return self.kernel_calls.call_at(function)

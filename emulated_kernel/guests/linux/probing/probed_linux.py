@@ -66,9 +66,9 @@ class KernelCode(CodeCache):
 def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
     """Return the CPU model, with the address of host code and of the direct map.
 
-    With KASLR, an x86 kernel may occupy the usual address of host code; then the model has another address
-    for host code. KASLR also moves the direct map.
-    Raises: KernelError ENOEXEC (the kernel is too large, or the dump is of a mount of another dump).
+    With KASLR, an x86 kernel may occupy the usual address of the host's code; then the model has another
+    address for this code. KASLR also moves the direct map.
+    Raises: KernelError ENOEXEC (the kernel is too large, or the dump was taken from a mount of another dump).
     """
     memory = tasks.machine.memory
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
@@ -97,7 +97,7 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks`: the running kernel. `kernel`: its symbols, types and text; the text is that in the guest's
+    `tasks`: the running kernel. `kernel`: its symbols, types and text, which must be the text in the guest's
     memory. Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
     """
 

@@ -17,7 +17,7 @@ class ReplacedCalls:
         self._mask = arch.mask
         registers = arch.registers
         self.argument_names = registers.arguments
-        """Names of the registers with a function's first arguments."""
+        """Names of the registers with a function's arguments, from the first argument on."""
         self.arguments = attrgetter(*registers.arguments[:3])
         """Function that takes the registers, and returns the first three arguments in them."""
         self.result = registers.return_value

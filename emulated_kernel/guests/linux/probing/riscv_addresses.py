@@ -24,5 +24,5 @@ def riscv_addresses_in(text: bytes, start: int) -> Iterator[int]:
 
 
 def _addi(register: int) -> int:
-    """Return the low 20 bits of the code of `addi register, register, constant`, which lack the constant."""
+    """Return the low 20 bits of the encoding of `addi register, register, constant`: all but the constant."""
     return int.from_bytes(addi(register, register, 0), "little")

@@ -43,10 +43,11 @@ def interrupt(symbols: Mapping[str, int]) -> bytes:
 
 
 def maker(symbols: Mapping[str, int], work: int, result: int, state: int, task: int, no_thread: int) -> bytes:
-    """Return the code of the work, which creates the thread and wakes it.
+    """Return the code of the work_struct's function, which creates the thread and wakes it.
 
-    `work`, `result`, `state` and `task`: offsets in a mailbox, which is the memory with the data of a call.
-    `no_thread`: value to store as the state if no thread can be created.
+    `symbols`: addresses of the thread's code (`thread`), of its name (`name`) and of the two kernel functions
+    that are called. `work`, `result`, `state` and `task`: offsets in a mailbox, which is the memory with the
+    data of a call. `no_thread`: value to store as the state if no thread can be created.
     """
     code = _ENTER + addi(S0, A0, -work) + set_register(A0, symbols["thread"]) + move(A0 + 1, S0)
     code += addi(A0 + 2, ZERO, -1) + set_register(A0 + 3, symbols["name"])

@@ -35,9 +35,9 @@ class LinuxRiscvModel(Riscv64Cpu):
 
 
 def linux_riscv_model(machine: LinuxMachine, kernel: LinuxKernel, end: int) -> LinuxRiscvModel:
-    """Return the model with the direct map of `kernel`, whose last address is `end`.
+    """Return the CPU model with the address of the direct map of `kernel`.
 
-    Raises: KernelError ENOEXEC (the kernel is too large).
+    `end`: first address after the kernel. Raises: KernelError ENOEXEC (the kernel is too large).
     """
     assert isinstance(machine, RiscvMachine)
     if end > RISCV_CELLS:

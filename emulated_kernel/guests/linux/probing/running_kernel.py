@@ -38,7 +38,7 @@ class RunningMemory(LinkedMemory):
         """Store the kernel's image, and the function `read`, which returns the bytes at a virtual address.
 
         If `image` is None, `read` is called for all memory. Otherwise `read` is called only for addresses
-        outside of the image. It raises MemoryFault if the memory is not mapped.
+        outside of the image. `read` raises MemoryFault if the memory is not mapped.
         """
         super().__init__(0, () if image is None else (image,), {})
         self._read = read
@@ -93,7 +93,7 @@ class RunningKernel(LinuxKernel):
         self._image = range(memory.segments[0].va, end)
 
     def word(self, va: int) -> int:
-        """Return the u64 at the virtual address `va`. Raises: KernelError ENOEXEC (the memory is unknown)."""
+        """Return the u64 at the virtual address `va`. Raises: KernelError ENOEXEC (it is not mapped)."""
         return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
 
     def _list(self, head: str, member: str) -> Iterator[int]:

@@ -49,7 +49,8 @@ def linux_tracing(
     """Build tracing and the tracepoints of a distribution's kernel.
 
     `live`: the kernel, with its text in memory. `printk`: writes a line to a log of the host. `call`: see
-    KernelTracepoints.__init__. `guest`: the running kernel, which has the bits of the thread flags.
+    KernelTracepoints.__init__. `guest`: the running kernel; only its masks of thread flags and its ABI are
+    used.
     """
     kernel = live.core
     kprobes = engine.kprobes

@@ -1,4 +1,4 @@
-"""UnwinderAnswers: passes the callers of hooked calls to the unwinder of a distribution's kernel."""
+"""UnwinderAnswers: tells the unwinder of a distribution's kernel the real callers of hooked functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ ANSWERED_FUNCTIONS = (_FIND,)
 
 
 def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
-    """Return RETURN_PLACE -> an address in the filler bytes after one of the kernel's own trampolines.
+    """Return {RETURN_PLACE: address}, the address in the kernel's text to which hooked functions return.
+
+    The address is in the filler bytes after one of the kernel's own trampolines.
 
     Return {} if there are too few filler bytes, or if the unwinders need no such address.
     """

@@ -88,7 +88,7 @@ class VmcoreCalls:
         self._callers = callers
         self._abandoned = abandoned
         self._reached = ""
-        """Name of the function at which the last run was stopped, as the call cannot continue; else ""."""
+        """Name of the function of _ENDS at which the last run has stopped, or "" if it stopped elsewhere."""
         self._deadline = inf
         self._undo = MemoryRollback(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)

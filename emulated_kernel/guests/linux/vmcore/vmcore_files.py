@@ -1,4 +1,4 @@
-"""VmcoreFiles: reads the files of a dump by calls of the functions of the dump's kernel."""
+"""VmcoreFiles: reads the files of a dump by calling functions of the dump's kernel."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class VmcoreFiles:
     def _open(self, path: str, flags: int) -> Iterator[int]:
         """Open a file in the guest during the `with` block; yield the address of its struct file.
 
-        Raises: KernelError.
+        `flags`: flags of open(2). Raises: KernelError, as the class describes.
         """
         if len(os.fsencode(path)) >= _PATH_LIMIT:
             raise KernelError(ENAMETOOLONG, path)
@@ -119,7 +119,10 @@ class VmcoreFiles:
             return self._stat(file)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
-        """Return at most `size` bytes of a regular file, or b"" at its end. Raises: KernelError EACCES."""
+        """Return at most `size` bytes of a regular file from `offset` on, or b"" at its end.
+
+        Raises: KernelError EACCES (not a regular file).
+        """
         size = min(size, BUFFER_SIZE - _POSITION)
         buffer = self._calls.buffer
         with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
@@ -155,8 +158,8 @@ class VmcoreFiles:
     def readdir(self, path: str) -> list[DirEntry]:
         """Return the entries of a directory, including "." and "..".
 
-        The guest's iterate_dir() is called until it returns no entries. Raises: KernelError EIO (too many
-        entries).
+        The guest's iterate_dir() is called until it returns no entries. Raises: KernelError EIO (more than
+        _MAX_ENTRIES entries, or damaged ones).
         """
         buffer = self._calls.buffer
         end = self._calls.buffer + _LISTING

@@ -46,7 +46,10 @@ class VmcoreFile(FileDescription):
 
 
 class VmcoreFs(FileSystem):
-    """Shows the files below /files. Each access runs the guest. The guest's clock stops during lookups."""
+    """Shows the dump's files below the mount's directory /files.
+
+    Each access runs the guest. The guest's clock stops during lookups.
+    """
 
     is_read_only = True
 
@@ -56,7 +59,7 @@ class VmcoreFs(FileSystem):
         """Create a file system that shows `files`.
 
         `request` and `look_up`: functions that return the contexts in which requests and lookups run the
-        guest.
+        guest. `owner`: the mounting user.
         """
         super().__init__(lock)
         self.files = files
@@ -103,7 +106,7 @@ class VmcoreFs(FileSystem):
             return self.files.readlink(self.inside(path))
 
     def open(self, client: Client, path: str, flags: int) -> VmcoreFile:
-        """Open a file; see FileSystem. Raises: KernelError EROFS."""
+        """Open a file; see FileSystem. Raises: KernelError EROFS (`flags` ask to write)."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             raise KernelError(errno.EROFS, path)
         with self.request(client):

@@ -246,10 +246,11 @@ class VmcoreGuest(RunningLinux):
         memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _find_need_resched(self) -> int:
-        """Make the kernel set TIF_NEED_RESCHED of the idle task, and return the bit of this flag.
+        """Make the kernel set TIF_NEED_RESCHED of the idle task, and return the mask of this flag.
 
-        Then restore the memory. Return 0 if the kernel lacks the function that sets the flag, or if the
-        function does not return. Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2).
+        The memory is restored before the return. Return 0 if the kernel lacks the function that sets the
+        flag, or if the function does not return.
+        Mirrors: kernel/sched/core.c:resched_curr (v6.1, v7.2).
         """
         start = self._facts.symbols.get(RESCHEDULE)
         if start is None:

@@ -1,4 +1,4 @@
-"""Converts a dump to a snapshot, with each page at its physical address, and the kernel's tables."""
+"""Converts a dump to a snapshot: RAM with each page at its physical address, and the kernel's tables."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: b
     If kprobefs has written the dump, restore the text that its probes had patched. `is_checksummed`: add a
     checksum of RAM, because other processes will read the snapshot; if False, add none.
 
-    Raises: OSError, KernelError ENOEXEC, EIO.
+    Raises: OSError (a file cannot be read or written), KernelError ENOEXEC (not a usable dump), EIO (the
+    emulator cannot run the dump).
     """
     size = ram_size(core)
     for pa, start, length in core.segments:
@@ -104,9 +105,9 @@ def convert(core: CoreFile, source: str, target: IO[bytes], *, is_checksummed: b
 def _physical(
     memory: LinuxMemory, root: int, pieces: Iterable[tuple[int, bytes]]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield pieces of text with their physical addresses. `pieces`: pieces with virtual addresses.
+    """Yield (physical address, bytes) of each piece of text. `pieces`: (virtual address, bytes) of each.
 
-    Raises: KernelError ENOEXEC.
+    Raises: KernelError ENOEXEC (a piece is not in RAM, or extends over two pages).
     """
     try:
         for va, text in pieces:
@@ -122,7 +123,8 @@ def _physical(
 def _located(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[LoadSegment, int]:
     """Return the kernel's image in a dump's RAM, and the physical address of its page tables.
 
-    `info`: the dump's VMCOREINFO. Raises: KernelError ENOEXEC.
+    `info`: the dump's VMCOREINFO. Raises: KernelError ENOEXEC (the image or the tables are not in RAM, the
+    memory is encrypted, or the tables have five levels).
     """
     if _number(info, "NUMBER(pgtable_l5_enabled)"):
         raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
@@ -145,9 +147,10 @@ def _located(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[LoadSegment, int]
 
 
 def _kernel_in(ram: mmap.mmap, image: LoadSegment, root: int) -> tuple[RunningKernel, VmcoreOffsets]:
-    """Return the kernel in a dump's RAM, and its offsets. Raises: KernelError ENOEXEC.
+    """Return the kernel in a dump's RAM, and its offsets.
 
-    `image` and `root`: the kernel's image and page tables, as _located() returns them.
+    `image` and `root`: the kernel's image and page tables, as _located() returns them. Raises: KernelError
+    ENOEXEC (the kernel's tables are missing or damaged).
     """
     memory = LinuxMemory(ram)
     with _read_as_dump():
@@ -170,9 +173,9 @@ def _tables(kernel: RunningKernel) -> dict[str, bytes | memoryview]:
 
 @contextmanager
 def _read_as_dump(prefix: str = "") -> Iterator[None]:
-    """Make errors about a kernel's tables in the `with` block name the dump.
+    """Replace errors about a kernel's tables in the `with` block by errors that call the dump unusable.
 
-    `prefix` is put before the error's reason.
+    `prefix` is put before the error's reason. The new error is KernelError ENOEXEC.
     """
     try:
         yield
@@ -214,7 +217,10 @@ def _facts(kernel: RunningKernel, root: int) -> VmcoreOffsets:
 
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """Return name -> address, for symbols that some kernels lack, and for fields with clock readings."""
+    """Return name -> address, for symbols that some kernels lack, and for fields with clock readings.
+
+    The fields have the keys `clock.MEMBER`, for the members in CLOCK, and `tsc_timestamp` (KVM's clock).
+    """
     names = *ONLINE, "do_sync_core", "clocksource_tsc", RESCHEDULE
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = timekeeper_address(kernel)

@@ -1,4 +1,4 @@
-"""vmcore_mount: a mount of the kernel in a vmcore, for probes, calls of its functions, and its files."""
+"""vmcore_mount: a mount of a vmcore's kernel, to probe it, call its functions, and read its files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from emulated_kernel.vfs.trees.call_file import Calls
 from emulated_kernel.vfs.trees.stats import HistoryFile
 
 _ITERATOR = struct.Struct("<QQQ")
-"""Layout of struct kmsg_dump_iter (v6.1), followed by the length of the copied text."""
+"""Layout of the start of log()'s buffer: struct kmsg_dump_iter (v6.1), then the length of the copied text."""
 
 
 class VmcoreControlCalls(GuestCalls):
-    """GuestCalls for a mounted vmcore, which has no tasks.
+    """GuestCalls for a mounted vmcore, in which no task runs.
 
-    The guest makes no system calls. It runs only the kernel's functions that control files call.
+    No system call of a client is repeated in the guest, which runs only the kernel's functions that control
+    files call.
     """
 
     sees_lookups = False
@@ -105,10 +106,12 @@ class VmcoreControlCalls(GuestCalls):
 def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> Mount:
     """Return a mount of a dump's kernel.
 
-    Only functions that clients call run in the kernel. The file of the dump stays unchanged.
-    `owner`: owner of the files. `is_tracefs`: tracefs is the root, and listings show nothing else.
-    A called function may remove files anywhere. Therefore no file system has `clients_own` directories, in
-    which only clients create and remove names. GuestFs has such directories.
+    Only functions that clients call run in the kernel. The file of the dump stays unchanged. `owner`: owner
+    of the files. `is_tracefs`: whether tracefs is the root, and listings show nothing else. Otherwise the
+    root has all control files and the kernel's files.
+
+    A function that a client calls may remove any file. Therefore the file systems, unlike GuestFs, have no
+    directories in which only clients create and remove names (`clients_own`).
     """
     strategy = VmcoreControlCalls(guest, engine)
     files = VmcoreFiles(strategy.calls, engine.kernel, engine.machine.memory)
