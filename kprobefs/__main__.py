@@ -15,7 +15,7 @@ Python would look for garbage a hundred times.
 STARTS = ("mount", "run", "trace", "tour")
 """Names of the commands that start a daemon; for them, a second process compiles modules.
 
-They import ten times as many modules as other commands.
+These commands import ten times as many modules as other commands.
 """
 
 

@@ -67,7 +67,7 @@ class MountOptions:
     kprobes: str = KPROBES[0]
     """Whose kprobes are used: "kprobefs", or "kernel" for those of the kernel in `machine.image`."""
     state: str | None = None
-    """Directory that keeps definitions and records beyond the daemon's end; None: nothing keeps them."""
+    """Directory that keeps definitions and records beyond the daemon's end; None: they are lost then."""
     modules: tuple[str, ...] = ()
     """Paths of packages and directories with more modules of the distribution's kernel."""
     vmcore: str | None = None
@@ -75,7 +75,8 @@ class MountOptions:
     cpu: str | None = None
     """Production CPU that a distribution's kernel sees: a model's name, `host`, or the path of an archive.
 
-    If it is None, the kernel sees the emulator's own CPU.
+    An archive is a text file with a CPU's files of /proc and /sys. If `cpu` is None, the kernel sees the
+    emulator's own CPU.
     """
     follows_version: bool = False
     """Whether a distribution's kernel is mounted with the tracefs interface of its own version.

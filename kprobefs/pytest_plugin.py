@@ -126,7 +126,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> Iterator[str]:
-    """Yield the hint about the definition that the kernel of the fixture has refused with `error`, if any."""
+    """Yield the hint about the definition that the fixture `kernel` has refused with `error`, if any."""
     if kernel is None or error is None or not _is_refusal(error):
         return
     from emulated_kernel.util.errors import KernelError

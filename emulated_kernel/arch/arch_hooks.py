@@ -154,10 +154,10 @@ class ReturnDispatch:
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """Names of an architecture's registers, in fetchargs and as attributes of a register object."""
+    """Names of an architecture's registers: in fetchargs, and as attributes of the object that holds them."""
 
     names: Mapping[str, str]
-    """Name after `%` in a fetcharg -> attribute of the register object."""
+    """Name after `%` in a fetcharg -> attribute of the object that holds the registers."""
     arguments: tuple[str, ...]
     """Attributes of the registers that hold $arg1, $arg2, ... on function entry."""
     ip: str
@@ -169,7 +169,10 @@ class Registers:
 
 
 class TextReturns(ABC):
-    """Generator of code in unused bytes of the kernel's text; functions return to a trampoline through it."""
+    """Generator of code for unused bytes of the kernel's text.
+
+    Hooked functions return to this code, which enters the return trampoline.
+    """
 
     @abstractmethod
     def filler_size(self, code: bytes) -> int:
@@ -187,14 +190,18 @@ class TextReturns(ABC):
 class ReturnCode(ABC):
     """Generator of return handlers in guest code.
 
-    With `saves_all`, the trampoline saves all registers; otherwise each handler saves the registers that it
-    uses.
+    If the parameter `saves_all` of the methods is True, the trampoline saves all registers. If it is False,
+    each handler saves the registers that it uses.
     """
 
     live: LiveRegisters
     """Registers that the caller may read after a function has returned."""
     preserves_all = False
-    """Whether `live` contains all registers; then hooked functions may break the calling convention."""
+    """Whether the code always preserves all registers that a return can leave unchanged.
+
+    If so, handlers can also be compiled for hooked functions whose callers do not rely on the calling
+    convention. Otherwise, this needs `saves_all`.
+    """
 
     @abstractmethod
     def dispatch(
@@ -400,7 +407,7 @@ class Arch(ABC):
         *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
         *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
     ))  # fmt: skip
-    """Symbols at which unwinding ends, because no function calls this code: entry points and their labels."""
+    """Symbols at which unwinding ends: entry points and their labels, whose code no function calls."""
     interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
     """Symbols at which interrupts enter the kernel."""
     callee_saved: frozenset[str]

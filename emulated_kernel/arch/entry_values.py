@@ -32,8 +32,8 @@ _STACK_WORDS = 8
 _PRIVATE = ("private locals", "private parameters")
 """Keys in Frame.regs of two areas of the stack: the one below the return address, and the one above it.
 
-A key's value is (key, offset). Slots below this offset in the area are private: a called function can know
-none of their addresses. It may know the addresses of the slots from the offset on.
+Frame.regs[key] is (key, offset). A called function can know no address of the slots below this offset in the
+area. It may know the addresses of the other slots in the area.
 """
 _ALL_PRIVATE = 1 << 62
 
@@ -72,7 +72,8 @@ class EntryValues:
         `cold`: addresses and unpatched code of the parts that the compiler split off. They usually jump back.
         `ways`: address of an instruction -> addresses to which a jump label or exception fixup may lead from
         it. `is_function`: True if a caller enters at the start with arguments; False for a part that the
-        compiler split off. `has_jump_table`: an indirect jump may lead to any instruction of the function.
+        compiler split off. `has_jump_table`: True if an indirect jump may lead to any instruction of the
+        function.
         """
         self._has_jump_table = has_jump_table
         self._arch = arch
@@ -99,8 +100,8 @@ class EntryValues:
         An entry value is named by the register or stack word that held it at the function's entry. Stack
         words are counted from the one above the return address. The result is empty if no path to the address
         is known, or if the function has a jump table.
-        Hazard: the result has stack words that are not parameters. These belong to the function's caller.
-        Callers of at() must not use them: code that got a pointer to such a word may have changed the word.
+        Hazard: the result also names stack words above the parameters, which belong to the function's caller.
+        Do not use their entry values: code that has a pointer to such a word may have changed the word.
         """
         search = self._search
         if search is None or addr not in search.frames or addr in search.guessed or self._has_jump_table:

@@ -47,9 +47,9 @@ class OptimizationPolicy(Generic[Analysis]):
     None if the policy doesn't check branches from outside the function.
     """
     by_data: bool = False
-    """Whether exception fixups and pointers in data also count as branches from outside."""
+    """Whether the check of `entered` also treats exception fixups and pointers in data as branches."""
     by_code: bool = False
-    """Whether instructions that load an address, such as lea, also count as branches from outside."""
+    """Whether the check of `entered` also treats instructions that load an address (lea) as branches."""
     beyond: OptimizationPolicy[Analysis] | None = None
     """Next policy to ask if this one rejects a jump in a function that ftrace knows; None if there is none.
 
@@ -157,7 +157,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         self._symbols = image.kallsyms
         self._ftrace = ftrace
         self.name = address_names(self._symbols.lookup)
-        """Function that names an address by its symbol and offset."""
+        """Function: address -> its name as symbol and offset, or None if it has no such name."""
         # Bound once, because the rejections of thousands of probes keep it.
         self._describe = self.rejection_text
         self.mcount: Set[int] = frozenset()
@@ -235,7 +235,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return code
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
-        """Return the address ranges that the image's symbols define."""
+        """Return the address ranges of the kernel's text that the checks use, as the image defines them."""
         core, *_ = image.text_ranges
         return TextLayout(text=range(*core))
 
@@ -321,7 +321,8 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def is_entry_site(self, offset: int) -> bool:
         """Return True if an fentry site at `offset` in a function is at its start, or after its landing pad.
 
-        Linux: the fentry site of a discarded weak function lies in the function before it.
+        Linux: the fentry site of a discarded weak function lies in the function before it. For such a site,
+        return False.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1).
         """
         return not offset or (offset <= len(self.landing_pad) and self._has_pads)
@@ -529,10 +530,10 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return self.insns(self._function(symbol).analysis)
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return a map: instruction address -> first reason against a jump at it, None if Linux allows it.
+        """Return a map: instruction address -> first reason against a probe or jump there.
 
-        If Linux's rule refuses a jump and the policy allows it, the value is the tuple of the jump's tactics:
-        the relaxed rules.
+        The value is None if Linux allows both. If Linux's rule refuses a jump and the policy allows it, the
+        value is the tuple of the jump's tactics: the relaxed rules.
         """
         at_once = self.strategy and self.strategy.reasons
         if at_once and not self._has_forbidden(symbol):
@@ -633,7 +634,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         return replace(finding, describe=self._describe)
 
     def place_text(self, addr: int) -> str:
-        """Return an address as symbol and offset, or as a number if no symbol contains it."""
+        """Return an address as symbol and offset, or as a number if it has no such name."""
         return self.name(addr) or f"{addr:#x}"
 
     def rejection_text(self, finding: Rejection) -> str:

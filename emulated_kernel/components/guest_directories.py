@@ -36,7 +36,7 @@ DENTRIES = DirectoryFunctions("tracefs_create_dir", "tracefs_remove")
 def eventfs_functions(events: int) -> DirectoryFunctions:
     """Return the functions of a kernel with eventfs. `events`: address of the eventfs_inode of events/.
 
-    The new directories have no files.
+    The directories that these functions create have no files.
     """
     return DirectoryFunctions("eventfs_create_dir", "eventfs_remove_dir", events, (0, 0, 0))
 
@@ -60,9 +60,9 @@ class GuestDirectories(EventWatcher):
     ) -> None:
         """Watch the events that `registry` adds and removes.
 
-        `call` calls a guest function by its name. `is_watched` returns True if text of the guest is patched.
-        `is_running` returns True while the guest runs; no function can be called then. `functions`: the guest
-        functions that create and remove directories.
+        `call(name, *arguments)` calls a guest function and returns its result. `is_watched` returns True if
+        text of the guest is patched. `is_running` returns True while the guest runs; no function can be
+        called then. `functions`: the guest functions that create and remove directories.
         """
         self._registry = registry
         self._functions = functions

@@ -103,5 +103,8 @@ def _build_jprobes(kernel: ProbedKernel, kprobes: Kprobes) -> Jprobes | None:
 
 
 def _build_fprobes(kernel: ProbedKernel, kprobes: Kprobes, kretprobes: Kretprobes) -> Fprobes:
-    """Build the registry of fprobes. build_trace() must add the list of traceable functions to it."""
+    """Build the registry of fprobes.
+
+    build_trace() must later add the list of traceable functions to the registry.
+    """
     return Fprobes(kprobes, kretprobes.hooks, kernel.arch, cpus=kernel.cpus)

@@ -115,7 +115,10 @@ class TracedKernel:
     marker_ip: int | None = None
     """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
-    """Maximum size of each argument's user memory in a system call's record; None if records contain none."""
+    """Number of bytes of each argument's user memory that a system call's record contains at most.
+
+    None: the records contain no user memory.
+    """
     measured: Machine | None = None
     """The machine for measuring the cost of events' handlers; None if costs cannot be measured."""
 

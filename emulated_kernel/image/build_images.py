@@ -264,8 +264,8 @@ def _write_files(built: Built, output: Path) -> int:
 def write_module(arch: str, directory: Path) -> int:
     """Build a module from the C sources in a directory, and return exit status 0.
 
-    The module has the directory's name. The command `load PATH` of a mount's machine/modules accepts the
-    file.
+    The module has the directory's name. It is written to the file NAME.ko in the directory, which the command
+    `load PATH` of a mount's machine/modules accepts.
     """
     if not any(directory.glob("*.c")):
         raise BuildError(f"{directory}: the directory has no C files")
@@ -547,9 +547,10 @@ def _table(name: str, lines: list[str]) -> list[str]:
 
 
 def _sort_ex_table(data: bytes) -> bytes:
-    """Return the image with its exception table sorted by address.
+    """Return the image with its exception table sorted by the address of the instruction.
 
-    Each entry is relative to its own address.
+    `data`: contents of the image's file. Entries are relative to their own addresses, and are adjusted when
+    they move.
 
     Mirrors: scripts/sorttable.c (v6.1).
     """

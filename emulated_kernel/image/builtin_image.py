@@ -106,6 +106,8 @@ class KernelImage:
     def string(self, va: int, limit: int = 512) -> str:
         """Return the string at the address `va` without its zero byte, cut after `limit` bytes.
 
+        Return "" if the address is after the contents of a segment.
+
         Raises: KernelError ENOEXEC (the address is below all segments).
         """
         return self._bytes.string(va, limit)
@@ -209,7 +211,7 @@ class _Loader:
         )
 
     def _apply_alternatives(self) -> None:
-        """Apply the alternatives to the segments.
+        """Apply the alternatives for CPU_FEATURES to the segments.
 
         The loader does this, because the built-in kernel itself can't write to its text at boot.
         """

@@ -30,9 +30,10 @@ _TABLE = "sys_call_table"
 _NUMBER = "nr."
 """Prefix of the names of system calls in the image's ABI table, such as `nr.read`."""
 _NOT_CALLED = (_TABLE, "__stop_kprobe_blacklist", "__stop___ex_table", "__start_mcount_loc", "__guest_abi")
-"""Tables whose function addresses are not called: the last symbol at or before each table.
+"""Symbols that identify tables whose function addresses are not called.
 
-The second and the third symbol precede the tables of kallsyms and of fentry sites.
+Each is the last symbol at or before the start of its table. The second symbol identifies the tables of
+kallsyms, and the third the table of fentry sites.
 """
 _ENTRIES = ("asm_host_interrupt",)
 """Functions at which exceptions and interrupts enter the kernel, after any instruction."""
@@ -55,7 +56,7 @@ _OF_KIND: Mapping[int, tuple[str, ...]] = {
     Calls.READS: ("read", "pread64"),
     Calls.WRITES: ("write", "pwrite64"),
 }
-"""Kind -> names of its system calls. All other system calls of clients are NAMES."""
+"""Kind -> names of its system calls. All other system calls of clients are of the kind Calls.NAMES."""
 _OF_PROGRAMS = frozenset({
     "accept", "accept4", "bind", "clock_gettime", "connect", "delete_module", "dup", "dup2", "dup3", "getcwd",
     "getgid", "getpeername", "getpid", "getppid", "getsockname", "gettid", "gettimeofday", "getuid",

@@ -114,10 +114,11 @@ def debug_elf(
 
 
 def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
-    """Yield `section`, in two parts if it has contents, but they are shorter than its memory.
+    """Yield `section`, or two sections in its place if its contents are shorter than its memory.
 
-    The second part is then called .bss and has no contents. gdb warns of a section with contents if the
-    section is longer than the contents of its segment.
+    The first then ends with the contents; the second is called .bss and has none. A section without any
+    contents is not divided. gdb warns of a section with contents if the section is longer than the contents
+    of its segment.
     """
     size = len(section.data)
     if not 0 < size < section.size:

@@ -181,8 +181,8 @@ def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -
 def _name(die: Any) -> str:
     """Return the name of a DIE, or else the name of the DIE to which it refers; "?" if neither has a name.
 
-    A DIE without a name describes a declaration elsewhere or an inlined function. It refers to the DIE with
-    the name by DW_AT_abstract_origin or DW_AT_specification.
+    A DIE without a name refers to the DIE that has it: by DW_AT_abstract_origin for an instance of an inline
+    function, or by DW_AT_specification for a function that is declared elsewhere.
     """
     for link in (None, "DW_AT_abstract_origin", "DW_AT_specification"):
         if link is None:

@@ -282,7 +282,10 @@ class Kallsyms:
         return (self._table.addresses[index] for index in self._table.ending(pattern))
 
     def has_module(self, name: str) -> bool:  # noqa: ARG002 - this class has no modules
-        """Return True if a module called `name` is loaded. This class has no modules; see LiveKallsyms."""
+        """Return True if a module called `name` is loaded.
+
+        This class knows no modules and returns False; LiveKallsyms knows them.
+        """
         return False
 
     def count_name(self, name: str) -> int:

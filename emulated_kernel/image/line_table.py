@@ -83,8 +83,8 @@ class LineTables:
 
         `file` is a path, or the end of a path. If units were compiled from a file that `file` names, only the
         tables of these units are read. Otherwise all tables are read, because units that include the file
-        contain its lines. `counted` is called with the sequence of the units whose tables are read, and
-        returns an iterator of them, which can show the progress.
+        contain its lines. `counted` can show the progress: it is called with the sequence of the units whose
+        tables are read, and returns an iterator of these units.
         """
         units = [(unit, self._top(unit)) for unit in self._dwarf.iter_CUs()]
         own = [(unit, top) for unit, top in units if _is_named(_source(top), file)]
@@ -108,9 +108,10 @@ class LineTables:
         return unit.get_top_DIE()
 
     def _rows(self, unit: Any, top: Any, file: str) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, line, address) for each statement of `file` that begins in `unit`.
+        """Yield (path, line, address) for each row of the unit's table at which a statement of `file` begins.
 
-        `top`: the unit's top DIE. Add the names of the unit's files to `names`.
+        Also add the names of all files in the table to self.names. `top`: the unit's top DIE. `file`: a path,
+        or the end of a path.
         """
         program = self._dwarf.line_program_for_CU(unit)
         if program is None:
@@ -129,7 +130,8 @@ class LineTables:
 def _paths(program: Any, directory: str) -> list[str]:
     """Return the paths of a unit's source files, indexed by their numbers in the line table.
 
-    A path below `directory` is relative to it.
+    `program`: the unit's line program, of pyelftools. `directory`: the unit's compilation directory; paths
+    below it are relative to it.
     """
     header = program.header
     is_numbered_from_1 = header["version"] < 5
@@ -147,7 +149,10 @@ def _paths(program: Any, directory: str) -> list[str]:
 
 
 def _source(top: Any) -> str:
-    """Return the path of the file from which a unit was compiled."""
+    """Return the path of the file from which a unit was compiled.
+
+    `top`: the unit's top DIE. A path below the unit's compilation directory is relative to it.
+    """
     directory = _text(top, "DW_AT_comp_dir")
     path = posixpath.normpath(posixpath.join(directory, _text(top, "DW_AT_name")))
     return path.removeprefix(f"{directory}/") if directory else path

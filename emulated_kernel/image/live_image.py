@@ -183,7 +183,7 @@ class VmlinuxTables(ProbedTables, Protocol):
     """Interface of a kernel's tables, without the tables of its modules."""
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
-        """Return a copy of this kernel with another symbol table."""
+        """Return a copy of this object whose symbol table is `kallsyms`."""
 
 
 Core = TypeVar("Core", bound=VmlinuxTables)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 OWNER = b"KPROBEFS"
-"""Owner of the note; its type is 0."""
+"""Name of the note's owner. The note has the type 0."""
 _PIECE = struct.Struct("<QH")
 """Layout of the header of a piece of text: virtual address, size in bytes. The text follows the header."""
 _LIMIT = 16 << 20

@@ -160,7 +160,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
 def bugs(
     address: int, data: bytes, string: Callable[[int, int], str], *, has_format: bool = False
 ) -> dict[int, BugEntry]:
-    """Decode a bug table; return address of the trap instruction -> entry.
+    """Decode a bug table; return a map: address of the trap instruction -> entry.
 
     `string(address, limit)` reads a string of at most `limit` bytes. `has_format`: whether an entry also has
     a format string, before the file's name.
@@ -184,7 +184,7 @@ def return_sites(address: int, data: bytes) -> Iterator[int]:
 
 
 def plain_return(code: bytes) -> bytes | None:
-    """Return the code that replaces a jump to the return thunk at boot if the CPU needs no thunk.
+    """Return the code with which boot replaces `code`, a jump to the return thunk, if the CPU needs no thunk.
 
     If `code` isn't such a jump, return None.
     """
@@ -208,7 +208,7 @@ def blacklist(symbols: Kallsyms, listed: Iterable[int], areas: Iterable[Range]) 
 
 
 def blacklisted(symbols: Kallsyms, address: int) -> BlacklistEntry | None:
-    """Return a blacklist entry from `address` to the end of its function; None if there is no function."""
+    """Return a blacklist entry from `address` to the end of its function; None if it is in no function."""
     found = symbols.lookup(address)
     if found is None:
         return None

@@ -126,10 +126,9 @@ class Kernel:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Hold the control lock for an operation that begins a request.
+        """Hold the control lock for an operation that counts as a request, as those of a mount's clients do.
 
-        First, do the delayed work that is due.
-        Raises: the errors of _control().
+        Before the operation, the delayed work that is due is done. Raises: the errors of _control().
         """
         with self._control():
             self.components.requests.request_begins(by_program=True)
@@ -318,7 +317,7 @@ class Kernel:
             self.fprobes.unregister_fprobe(fp)
 
     def enable_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Call the handlers of an fprobe again, after disable_fprobe().
+        """Enable a registered fprobe again: from now on, its handlers are called at hits.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -328,7 +327,7 @@ class Kernel:
             self.fprobes.enable_fprobe(fp)
 
     def disable_fprobe(self, fp: Fprobe[Any]) -> None:
-        """Stop calling the handlers of an fprobe until it is enabled again.
+        """Disable a registered fprobe: its handlers are not called until it is enabled again.
 
         Raises: KernelError EDEADLK (in a handler).
 
@@ -707,8 +706,8 @@ class Kernel:
         Paths are relative to the root of a mount. Bytes that are not UTF-8 become surrogates.
 
         Deviates: no task of the guest opens the file, so the read makes no system calls that probes could
-        see. To hit a probe, call a guest function, load a module, or use a mount: files in scratch/ belong to
-        the guest.
+        see. To hit a probe, call a guest function, load a module, or use a mount. Files in scratch/ belong to
+        the guest; only a mount gives access to them.
 
         Raises: KernelError ENOENT (no such file), EISDIR, EAGAIN (a pipe is empty), the errno with which the
         file refuses the read.
@@ -793,12 +792,12 @@ class Kernel:
         return mount
 
     def replace_kernel(self, old: Kernel, define: Callable[[], Iterable[None]]) -> Iterator[None]:
-        """Take over the time and the trace records of `old`, in steps.
+        """Return an iterator whose steps take over the time and the trace records of `old`.
 
         `old` is a kernel with the same lock and configuration. `define` registers the probes and events of
-        `old` in this kernel; the iterable that it returns does this in steps. Each step of the result
-        executes one of them. Between two steps, `old` stays usable, and the caller may release the lock.
-        After the last step, `old` is unusable. If a step fails, `old` stays usable.
+        `old` in this kernel, and returns an iterable that does this in steps. Each of these steps is one step
+        of the result. Between two steps, `old` stays usable, and the caller may release the lock. When the
+        iterator is exhausted, `old` is unusable. If a step fails, `old` stays usable.
 
         The lock must be held. Events that `define` registers get the ids of the events of `old` with the same
         names. So the old records can still be printed. The marker REBOOT_MARK follows the old records.
@@ -819,7 +818,7 @@ class Kernel:
     # The end
 
     def close(self) -> None:
-        """Stop the workloads and free the machine; further calls have no effect.
+        """Stop the workloads and free the machine. Closing a closed kernel has no effect.
 
         Raises: KernelError EDEADLK (in a handler).
         """

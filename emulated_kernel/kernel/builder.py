@@ -216,10 +216,10 @@ def _traced_kernel(
 
 
 def _show_event_directories(machine: Machine, guest: Guest, tracing: TracingComponents) -> None:
-    """Make the guest call the kernel's functions that create and remove the directories of events.
+    """From now on, make the guest create directories for new groups and events, and later remove them.
 
-    Thus the probes on these functions are hit. The guest calls the functions only while its text is
-    patched.
+    The guest calls the kernel's functions for this, so probes on these functions are hit. It calls them only
+    while its text is patched, because otherwise no probe can notice the call.
     """
     is_patched = partial(bool, machine.text.ledger.words)
     GuestDirectories(tracing.system.events, guest.call_function, is_patched, lambda: machine.is_running)

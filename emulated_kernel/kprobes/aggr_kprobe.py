@@ -16,9 +16,10 @@ from emulated_kernel.util.abi import GuestAddr
 from emulated_kernel.util.fast_dataclass import ADDRESS, dataclass, field
 
 MAX_HANDLERS = 400
-"""Maximum number of handlers compiled while the control lock is held once, and so of those of one address.
+"""Maximum number of handlers that are compiled while the control lock is held once.
 
-Compiling more is useless: with thousands of handlers, guest code is no faster than Python.
+If an address has more handlers, Python handles its hits. Compiling them is useless: with thousands of
+handlers, guest code is no faster than Python.
 """
 MAX_LATEST = 63
 """Number of latest hits whose cost is kept; it is odd, so that the median is one of the costs."""
@@ -32,7 +33,7 @@ FailureReport = Callable[[Kprobe, BaseException], None]
 """Function that takes a probe and the exception that a handler of this probe raised."""
 _PostCall = Callable[[Kprobe, Regs], object]
 PreCall = tuple[Callable[[Any, Regs], "int | None"], Any]
-"""Pair: a function that calls the pre_handlers of an address, and the first argument that it takes."""
+"""Pair: a function that calls an address's pre_handlers, and the first argument to call it with."""
 
 # Integers, because operators of Flag take a microsecond, and arming all tests thousands of probes.
 _DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
@@ -68,9 +69,9 @@ class HitCost:
             self.latest.clear()
 
     def text(self, hits: int) -> str:
-        """Return the number `hits`, followed by the median cost of the latest hits in nanoseconds.
+        """Return a line for people: `hits`, the number of all hits, and the median cost of the latest ones.
 
-        The text has no median before the first hit.
+        The median is in nanoseconds. If no cost is stored, the line has only the number of hits.
         """
         if not self.latest:
             return f"hits {hits}"
@@ -118,7 +119,7 @@ class AggrKprobe(AssemblyOwner):
     address in a module, which may be unloaded.
     """
     rejection: Rejection | str = field(default="", init=False, repr=False)
-    """Reason why the probes cannot be optimized: address and rule; empty if the probes can be optimized."""
+    """Address and rule that prevent optimization, as an object or as a text; "" if nothing prevents it."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
     """Compiled handler to which hits by the breakpoint lead; None: Python handles these hits."""
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
@@ -289,7 +290,10 @@ class AggrKprobe(AssemblyOwner):
             self._with_post_assembly += change * (HandlerPoint.POST in assembled)
 
     def refresh_handlers(self) -> None:
-        """Recompute which handlers exist, after a change of the members or their flags."""
+        """Update the attributes about handlers, after a change of the members or their flags.
+
+        These are `has_assembly`, `has_post_assembly`, `has_post_handler`, and `pre_call`, which becomes None.
+        """
         self.pre_call = None
         self.has_assembly = self._with_assembly > 0
         self.has_post_assembly = self._with_post_assembly > 0
@@ -366,9 +370,11 @@ class AggrKprobe(AssemblyOwner):
         return kprobe.break_handler(kprobe, regs)
 
     def run_fault_handler(self, regs: Regs, vector: int) -> bool:
-        """Return True if the fault_handler of a member has handled the exception `vector` of a step.
+        """Call the members' fault_handlers, up to the first that returns a true value.
 
-        Call the members' fault_handlers, up to the first one that returns a true value.
+        `vector`: number of the exception that they are to handle. The exception occurred while the probed
+        instruction was stepped. Return True if a fault_handler has returned a true value, which means that it
+        has handled the exception; otherwise False.
         """
         return any(
             kprobe.fault_handler(kprobe, regs, vector)

@@ -50,7 +50,7 @@ class Arming:
             optimizer.optimize(head)
 
     def _uncover(self, head: AggrKprobe) -> None:
-        """Remove other probes' jumps that cover the probed address; cancel those that are to cover it."""
+        """Remove other probes' jumps that cover the probed address, and cancel such jumps that are queued."""
         if self._optimizer is not None:
             for covering in self._optimizer.covering(head.address):
                 self._optimizer.unoptimize(covering, force=True)
@@ -134,7 +134,7 @@ class Arming:
             self._optimizer.leave_text(spans)
 
     def _kill(self, head: AggrKprobe) -> None:
-        """Mark the probes of one address as gone. As in Linux, change the text only if it is an fentry site.
+        """Mark the probes of one address as gone. As in Linux, restore only the text of an fentry site.
 
         Mirrors: kernel/kprobes.c:kill_kprobe (v6.1).
         """
@@ -153,7 +153,7 @@ class Arming:
     def revive(self, head: AggrKprobe) -> None:
         """Prepare the entry of gone probes for new code at their address; the entry becomes disabled.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as InsnCopier.prepare).
+        Raises: the errors of InsnCopier.prepare().
         Mirrors: the part of kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone probes.
         """
         if not head.is_ftrace:

@@ -37,9 +37,10 @@ PostHandler: TypeAlias = (
 )
 """Function that takes the probe, the registers and optionally Linux's flags, which are always 0."""
 CompileHandler = Callable[[ProgramBuilder, EntryKind], bool]
-"""Function that adds the pre_handler's effect to a program and returns True.
+"""Function that adds the effect of a handler, such as the pre_handler, to a program and returns True.
 
-It returns False, with nothing added, if the pre_handler itself must run.
+The EntryKind tells how hits enter the program. If the handler itself must run, the function adds nothing and
+returns False.
 """
 FaultHandler: TypeAlias = Callable[["Kprobe[RegsT]", RegsT, int], int | None]
 """Function that takes the probe, the registers and the exception's vector.
@@ -104,15 +105,15 @@ class Kprobe(FailureCount, Generic[RegsT]):
     post_handler: PostHandler[RegsT] | None = None
     """Called after the instruction. A probe with a post_handler is not optimized."""
     program: CompileHandler | None = field(default=None, repr=False)
-    """Emits guest code that replaces `pre_handler`; None: there is no such code.
+    """Function that emits guest code in place of `pre_handler`; None: there is no such code.
 
     After a change of the emitted code, call Kprobes.handler_changed().
     """
     code: str | None = None
     """A handler in assembly, which runs as guest code before the other handlers; None: there is none.
 
-    It changes no register of the probed code. A name that stands for an address names a variable in `cells`.
-    A fault ends the handler, and counts in `failures`.
+    It changes no register of the probed code. A name in the place of a memory address, as in `inc qword ptr
+    [hits]`, is a variable in `cells`. A fault ends the handler, and counts in `failures`.
     """
     post_code: str | None = None
     """A post_handler in assembly, which shares `cells` with `code`; None: there is none."""

@@ -51,7 +51,7 @@ class Observers:
         """
 
     def sight(self) -> Sight:
-        """Return the highest Sight of all probes that have patched the text.
+        """Return the highest Sight of all probes that have patched the text; Sight.NOTHING if there are none.
 
         A Sight is the kind of data that the handlers of a probe can read.
 

@@ -129,11 +129,11 @@ _OLD: dict[str, Any] = {
 
 
 def arm64_profile(version: str, probe_rules: str) -> Profile:
-    """Return the profile for an arm64 kernel of the given version, with that kernel's own interface.
+    """Return the profile for an arm64 kernel of the Linux version `version`, such as "6.12".
 
-    `probe_rules`: key of PROBE_RULES; it selects the rules that decide where probes may be. Linux has no jump
-    optimization for arm64. The jumps follow rules of kprobefs. The return trampoline of hooked functions
-    begins with a breakpoint, as in v6.12.
+    `probe_rules`: key of PROBE_RULES; it selects the rules that decide where probes may be. The version of
+    tracefs is detected from the kernel. Linux has no jump optimization for arm64. The jumps follow rules of
+    kprobefs. The return trampoline of hooked functions begins with a breakpoint, as in v6.12.
     """
     return Profile(
         f"linux-{version}",

@@ -85,7 +85,7 @@ class Kprobes:
     ) -> None:
         self.profile = profile
         self.lock = lock
-        """The control lock. Code for other kinds of probes asserts that its callers hold it."""
+        """The control lock. Classes for other kinds of probes use it to assert that their callers hold it."""
         self._image = image
         self.symbols = image.kallsyms
         self._log = log
@@ -151,7 +151,8 @@ class Kprobes:
     def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
         """Mark as gone the probes in the address ranges `spans`, because this text is about to be freed.
 
-        Each range has a start and an exclusive end. See Arming.kill_within.
+        Each range has a start and an exclusive end.
+        Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1).
         """
         self.lock.assert_held()
         self._arming.kill_within(spans)
@@ -242,7 +243,7 @@ class Kprobes:
         return AssembledHandlers(texts, self._assembler, self._records, cells)
 
     def forget(self, assembled: AssembledHandlers) -> None:
-        """Copy the variables of assembled handlers to Python; free their guest memory once no CPU can use it.
+        """Copy the variables of assembled handlers to Python; free the guest memory once no CPU can use it.
 
         Precondition: the guest code that contains the handlers was dropped.
         """
@@ -545,7 +546,9 @@ class Kprobes:
         return report.why_unarmed(self.table, self.sites, kprobe)
 
     def set_ftrace_enabled(self, value: int) -> None:
-        """Set sysctl kernel.ftrace_enabled to `value`; 0 makes all fentry sites nops.
+        """Set sysctl kernel.ftrace_enabled to `value`.
+
+        0 makes all fentry sites nops. Any other value restores the calls at the sites that have users.
 
         Raises: KernelError EOPNOTSUPP (no fentry sites).
         """

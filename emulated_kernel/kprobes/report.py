@@ -72,8 +72,8 @@ def reason(
     """Return the first rule that keeps the probe from a better mode, or "" if there is no better mode.
 
     If the probe has a jump that Linux would refuse, return the methods beyond Linux's (tactics) that made the
-    jump possible, and Linux's rule. `place`: function that returns an address as text. `sites`, `optimizer`:
-    None if the kernel has no fentry sites, or no jump optimization.
+    jump possible, and Linux's rule. `place`: function that returns an address as text. `sites`: None if the
+    kernel has no fentry sites. `optimizer`: None if it has no jump optimization.
     """
     if kprobe.is_gone:
         rule = "the probed code is gone"
@@ -139,7 +139,7 @@ def _passing_rule(optimizer: Optimizer | None, head: AggrKprobe, place: Callable
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
 """Flags of a user's probe that the probe's line in kprobes/list shows."""
 _WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
-"""Flags of an address's aggregator that kprobes/list shows for each probe there: how hits are handled."""
+"""Flags of an address's aggregator that say how hits are handled. kprobes/list shows them for each probe."""
 
 
 def _line_end(flags: int) -> str:
@@ -150,7 +150,7 @@ def _line_end(flags: int) -> str:
 
 
 _LINE_ENDS = tuple(_line_end(flags) for flags in range(2 * max(flag.value for flag in KprobeFlag)))
-"""Value of KprobeFlag -> end of a line in kprobes/list."""
+"""Sum of the flags (KprobeFlag) of a line in kprobes/list -> end of this line."""
 
 
 def bucket_text(heads: Iterable[AggrKprobe], symbols: Kallsyms, bits: int = 64) -> str:

@@ -65,7 +65,7 @@ def per_cpu_address(image: KernelImage, name: str) -> int | None:
 def enter(regs: Regs, cpu: CpuModel, image: KernelImage, boot_params: int, host_stack: int) -> None:
     """Set the boot CPU's registers for the kernel's entry point, with interrupts disabled.
 
-    The register `boot_argument` of the CPU model gets the address `boot_params`. sp is the end of the
+    The register whose name is `cpu.boot_argument` gets the address `boot_params`. sp is the end of the
     kernel's init_stack, or `host_stack` if the image has no ABI table. All other registers are 0.
     """
     top = image.abi.get("init_stack.top", host_stack)

@@ -26,7 +26,7 @@ _I386 = "bx cx dx si di bp ax ds es fs gs orig_ax ip cs flags sp ss"
 _RISCV = "ip ra sp gp tp t0 t1 t2 s0 s1 a0 a1 a2 a3 a4 a5 a6 a7 s2 s3 s4 s5 s6 s7 s8 s9 s10 s11 t3 t4 t5 t6"
 _ARM64 = " ".join((*(f"x{number}" for number in range(31)), "sp", "ip", "flags"))
 _REGISTERS = {"x86_64": _X86_64, "i386": _I386, "riscv64": _RISCV, "riscv64i": _RISCV, "arm64": _ARM64}
-"""Architecture -> names of the registers in a NT_PRSTATUS, with the names that Regs uses.
+"""Architecture -> names of the registers in a NT_PRSTATUS, separated by spaces, as in Regs.
 
 Mirrors: arch/x86/include/asm/user_64.h:user_regs_struct,
 arch/riscv/include/uapi/asm/ptrace.h:user_regs_struct,
@@ -109,9 +109,10 @@ def _original_text(pieces: Iterable[tuple[int, bytes]]) -> bytes:
 
 
 def _prstatus(model: CpuModel, number: int, values: Mapping[str, int]) -> bytes:
-    """Return the NT_PRSTATUS of CPU `number`, whose registers have the values `values`.
+    """Return the NT_PRSTATUS note of CPU `number`.
 
-    pr_pid is the number of the CPU plus 1, as in QEMU's dumps.
+    `values`: name of a register -> its value. All bits of a register without a value are set. pr_pid is the
+    number of the CPU plus 1, as in QEMU's dumps.
     Mirrors: include/linux/elfcore.h:elf_prstatus (v6.1).
     """
     word = "Q" if model.bits == 64 else "I"

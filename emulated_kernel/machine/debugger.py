@@ -98,7 +98,7 @@ class Debugger:
         """Whether the guest is held in the middle of a run, where ip cannot be changed."""
         self._steps = False
         self._passes: Callable[[int], bool] | None = None
-        """Function that returns True if the current step passes an address without a stop.
+        """Function: address -> True if the current step does not stop before the instruction at this address.
 
         The value is None if the step ends at the next instruction.
         """
@@ -185,8 +185,8 @@ class Debugger:
     def interrupt(self) -> bool:
         """Stop the guest. Return True if the guest is held when this method returns.
 
-        If a thread holds the control lock, return False: the guest stops before its next instruction, or at
-        the next call of this method.
+        If a thread holds the control lock, return False. The guest then stops before the next instruction
+        that it executes. In case it executes none, the caller repeats the call until the guest is held.
         """
         if self.is_held:
             return True

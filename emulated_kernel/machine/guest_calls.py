@@ -60,12 +60,13 @@ class HostCalls:
         return int(getattr(self._enter(start, tick=True), self._cpu.result))
 
     def execute(self, start: Any) -> Any:
-        """Run the function at `start.ip` from the register values `start`; return those at its end.
+        """Run the function at `start.ip` from the register values `start`; return the values at its end.
 
-        Both are named tuples of the type CpuModel.register_set. `start.sp` can be `stack_top`; on x86 the
-        return address is written to the stack at `start.sp`. The function returns to a halt instruction,
-        which ends the run. In the result, ip is the address after this instruction. The guest's own registers
-        are always restored. The clock isn't set, so that the same start gives the same end.
+        `start` and the result are named tuples of the type CpuModel.register_set. `start.sp` can be
+        `stack_top`; on x86 the return address is written to the stack at `start.sp`. The function returns to
+        a halt instruction, which ends the run. In the result, ip is the address after this instruction. The
+        guest's own registers are always restored. The clock isn't set, so that the same start gives the same
+        end.
 
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
@@ -85,10 +86,10 @@ class HostCalls:
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def call_within(self, address: int, *args: int, sp: int) -> int:
-        """Call a function for a handler that has interrupted the run, on the guest's own stack below `sp`.
+        """Call the function at `address` on the guest's own stack, below `sp`, and return its result.
 
-        Return the function's result. The function runs with interrupts off. Arguments are only passed in
-        registers. Probes in the function can be hit.
+        The caller is a handler that has interrupted the run. The function runs with interrupts off. Arguments
+        are only passed in registers. Probes in the function can be hit.
         Raises: GuestFault, BudgetExceeded (as `call`), MemoryFault (the stack isn't writable).
         """
         regs = self._regs

@@ -30,7 +30,7 @@ def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
     """Yield the address range of each loop in i386 text that advances the clock with cmpxchg8b.
 
     Such a loop repeats if cmpxchg8b fails. `va`: address of `text`. `cells`: address of the guest's variable
-    host_clock, which the code of each loop contains.
+    host_clock; the loops are found by this address in their code.
     """
     exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
     at = text.find(exchange)
@@ -183,8 +183,8 @@ class MachineClock(GuestClock):
     def select(self, kind: str, seed: int) -> None:
         """Switch to "real", "virtual" or "model" time; the guest's time continues from its current value.
 
-        `seed`: seed of the random numbers for the earliest time of a virtual or model clock, and for the
-        duration of a reading in virtual time.
+        `seed`: seed of two random numbers. One is the time at which a virtual or model clock starts, unless
+        the guest's time is later already. The other is the duration of a reading in virtual time.
         Raises: ValueError (`kind` is no kind of clock), KernelError EOPNOTSUPP (there is no model clock on
         this machine).
         """

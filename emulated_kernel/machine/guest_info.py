@@ -1,4 +1,4 @@
-"""Records with data about a guest kernel that files show: log messages, tasks, CPUs, memory and modules."""
+"""Records of what files show about a guest kernel: log messages, tasks, CPUs, memory and modules."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CpuInfo:
 
     number: int
     task: TaskInfo
-    """The CPU's current task, even while the guest is stopped."""
+    """The CPU's current task (Linux's `current`); a stopped guest has one, too."""
     runnable: int
-    """Number of runnable tasks that wait for the CPU."""
+    """Number of runnable tasks on the CPU, including `task` unless it is the idle task."""
     switches: int
     """Number of task switches on the CPU since boot."""
     interrupts: int
@@ -41,7 +41,7 @@ class CpuInfo:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the CPU runs its idle task."""
+        """Whether `task` is the CPU's idle task."""
         return self.task.pid == 0
 
 

@@ -16,9 +16,9 @@ from emulated_kernel.util.abi import Prot
 _WORD = (1 << 64) - 1
 _DIRECTION_FLAG = 1 << 10
 _DIRECTION_AT = 4 * STATE_SLOT + 4
-"""Offset from the flags to the direction of string instructions (1 or -1) in Unicorn's CPU structure.
+"""Offset in bytes from FastRegs._stored_flags to the direction of string instructions, an int32: 1 or -1.
 
-It is in bytes from the field `_stored_flags` of FastRegs. `HostCopies` checks the offset.
+Both are in Unicorn's CPU structure. `HostCopies` checks the offset.
 """
 
 
@@ -40,7 +40,7 @@ class HostCopies:
         self._memory = memory
         self._ram = ram
         self.all: list[CopyWords] = []
-        """One CopyWords for each copy instruction that the host executes."""
+        """For each copy instruction that the host executes, the data that the routine `copy` needs for it."""
         self._map: ctypes.Array[CopyRange] | None = None
 
     @property

@@ -34,7 +34,8 @@ class InstructionTime:
     ) -> None:
         """Prepare to count. `address`: address in this process of the u64 that holds the time.
 
-        `copies`: copies that the host executes for the guest, except while instructions are counted.
+        `copies`: object that makes the host execute the guest's copies, but not while instructions are
+        counted. None if the host executes none.
         """
         self._engine = engine
         self._hooks = hooks

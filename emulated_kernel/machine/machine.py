@@ -222,7 +222,7 @@ class Machine(ProbedMachine):
 
     @property
     def run_budget(self) -> float:
-        """Maximum CPU time of a run in seconds; see MachineConfig."""
+        """Maximum CPU time, in seconds, of each later run for which run() gets no `budget`."""
         return self._runner.watchdog.budget
 
     @run_budget.setter

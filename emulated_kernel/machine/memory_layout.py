@@ -39,7 +39,7 @@ class MemoryLayout:
     host_stacks: int
     """Stacks for functions that the host calls, separated by unmapped pages."""
     kernel_map: int
-    """First address of the image's mapping: the link address of a segment minus its physical address."""
+    """Base of the image's mapping: a segment that is linked at `kernel_map` + N is at physical address N."""
     text_space: int
     """Insn slots and detour buffers, within the reach of a jump from the image."""
     module_space: int

@@ -1,8 +1,8 @@
 """Detection of SIGINTs that Python has not handled yet.
 
-Python calls a signal's handler only between two of its own instructions. While hits stay in the guest, the
-main thread executes no instruction of Python, for as long as the run's budget allows. During this time,
-another thread can call `pending`.
+Python calls a signal's handler only between two of its own instructions. While the guest handles all hits by
+compiled handlers, the main thread executes no instruction of Python. This can last as long as the run's
+budget. During this time, another thread can call `pending`.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def alloc_pages(self, size: int, /) -> int:
-        """Allocate zeroed host pages that the guest can read and write; return their direct map address.
+        """Allocate zeroed host pages for `size` bytes, and return their direct map address.
+
+        The guest can read and write the pages.
 
         Raises: HardwareError (no page is left).
         """
@@ -104,9 +106,10 @@ class ProbedMachine(ABC):
 
     @abstractmethod
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` when a CPU's quantum is used up, and preempt the CPU only if `may_end` returns True.
+        """From now on, when a CPU's quantum is used up, preempt it only if `may_end` returns True.
 
-        If it returns False, the CPU runs one more instruction, and `may_end` is called again.
+        If it returns False, the CPU runs one more instruction, and `may_end` is called again. If several
+        functions were given, all must return True.
         """
 
     def passed_in_step(self) -> Callable[[int], bool]:
@@ -122,9 +125,9 @@ class ProbedMachine(ABC):
 
     @property
     def breakpoints(self) -> TrapHandlers:
-        """Address of an int3 -> its handler.
+        """Address of a breakpoint instruction (x86: int3) -> its handler.
 
-        During the handler's call, regs.ip is the address after the int3.
+        During the handler's call, regs.ip is the address after the instruction.
         """
         return self.hooks.breakpoints
 

@@ -92,7 +92,7 @@ class Quantum:
         self._words.is_bounded = within is not None
 
     def stop_soon(self) -> None:
-        """End the run before the next instruction; callable from any thread."""
+        """End the current run before its next instruction; callable from any thread."""
         self._words.overdue = 1
 
     def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:

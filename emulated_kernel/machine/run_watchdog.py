@@ -17,11 +17,12 @@ _THREAD_CPU_CLOCK = 6
 
 
 LOOK = 0.25
-"""Maximum time in seconds between two calls of `is_unwanted` or `is_interrupted` during a run."""
+"""Maximum seconds between two calls of a Watchdog's `is_unwanted` or `is_interrupted` during a run."""
 HANDLERS_FREE = 0.75
-"""Share of the callbacks' time that doesn't count towards the budget.
+"""Share of the callbacks' CPU time that is free: it doesn't count towards the run budget.
 
-The rest counts, so that a guest that loops from hit to hit is stopped.
+Callbacks are the Python functions that Unicorn calls during a run, such as probe handlers. The rest counts,
+so that a guest that loops from hit to hit is stopped.
 """
 
 
@@ -38,7 +39,7 @@ class HandlerTime:
         """Code objects of the functions that Unicorn calls. Each calls `measure` if `is_measured` is True."""
         self.is_measured = False
         self.is_continued = False
-        """Whether the measurement continues in the next runs."""
+        """Whether the measurement goes on after the end of a run. If False, the end of a run stops it."""
         self._start_seconds = 0.0
         self.seconds = 0.0
         """Total of the measured CPU time in seconds."""
@@ -81,13 +82,13 @@ class HandlerTime:
     def until(self, now: float) -> float:
         """Return the CPU seconds of the measured callbacks until `now`, including the callback in progress.
 
-        `now`: the thread's CPU time now.
+        `now`: present CPU time of the thread that runs the guest.
         """
         since = self.since
         return self.seconds + (now - since if since else 0.0)
 
     def is_within(self, thread: int) -> bool:
-        """Return True if the thread with the identifier `thread` is in a callback."""
+        """Return True if the thread `thread`, a result of get_ident(), executes one of `callbacks`."""
         frame = sys._current_frames().get(thread)
         while frame is not None and frame.f_code not in self.callbacks:
             frame = frame.f_back
@@ -157,7 +158,7 @@ class Watchdog:
         A run is unwanted if no caller waits for its result any more.
         """
         self.was_interrupted = False
-        """Whether the watchdog stopped its last stopped run because `is_interrupted` returned True."""
+        """Whether the last run that the watchdog stopped was interrupted: `is_interrupted` returned True."""
 
     @property
     def budget(self) -> float:
@@ -244,9 +245,9 @@ class Watchdog:
             self._guard(self._started)
 
     def _guard(self, started: float) -> None:
-        """Stop the run if its budget is used up, or if it is unwanted or interrupted. Then sleep.
+        """Stop the run if its budget is used up, or if it is unwanted or interrupted.
 
-        `started` is the time at which the run began.
+        Then sleep until the next check. `started` is the time at which the run began.
         """
         self._sleeps_long = True
         is_unwanted = self._is_unwanted

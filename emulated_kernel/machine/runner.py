@@ -31,7 +31,7 @@ class Runner:
         self._clock = clock
         self.watchdog = Watchdog(stop, hooks.handler_time, budget, self._engine.is_interrupted_again)
         self.is_running = False
-        """Whether the guest runs, also inside hooks."""
+        """Whether a run of the guest is in progress. This is also the case while a hook is called."""
         self._number = attrgetter(self.cpu.hypercall_register)
         self._halts: set[int] = set()
         """Cache of the addresses after each `hlt` at which the guest has stopped, to recognize hypercalls.
@@ -42,8 +42,8 @@ class Runner:
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops, and return the trap with the reason.
 
-        `tick`: first set the guest's clock to the present; otherwise, its time continues from the last
-        reading. `budget` is the run's budget in seconds; None means the machine's budget.
+        If `tick` is True, first set the guest's clock to the present. If it is False, the clock continues
+        from its last reading. `budget` is the run's budget in seconds; None means the machine's budget.
 
         Raises: KernelError EBUSY (a debugger holds the guest), HardwareError (called from within a run; the
         emulator failed), KeyboardInterrupt (by a second SIGINT), Exception (raised by a Python hook).
@@ -106,7 +106,7 @@ class Runner:
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
-        """Consume a stop that arrived when the run ended by itself, because it would end the next run.
+        """Consume a request to stop that may have come after the end of the run: it would end the next run.
 
         `ip`: the guest's instruction pointer, which is restored afterwards.
         """

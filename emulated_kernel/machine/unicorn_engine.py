@@ -133,6 +133,8 @@ class CodeCache(ABC):
 class Engine(CodeCache):
     """A uc_engine, an instance of the emulator. Most methods are a single call of the library.
 
+    A parameter `register` is Unicorn's number of a register.
+
     Short calls keep the GIL (PyDLL). `start` releases the GIL, so that other threads run while the guest
     runs.
     Raises: HardwareError (Unicorn is missing, or a call fails).
@@ -463,9 +465,9 @@ class Engine(CodeCache):
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT: a first one during a run takes effect when the operation has ended.
+    """Handle SIGINT. The first one during a run only sets Engine.is_interrupted; the run goes on.
 
-    A second one ends the run.
+    A second one ends the run. Without a run, raise KeyboardInterrupt at once.
 
     Most signals arrive while Unicorn runs. Without this handler, KeyboardInterrupt would be raised at the
     entry of the next callback, before its `try`: ctypes would print it, and the guest would lose that trap.

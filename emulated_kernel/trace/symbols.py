@@ -128,7 +128,8 @@ class KernelSymbols:
     def _lookup_generated(self, address: int) -> Location | None:
         """Return the page of generated code that contains an address, or None if no such page contains it.
 
-        Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), for BPF programs and ftrace trampolines.
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), the part for BPF programs and ftrace
+        trampolines.
         """
         if not any(address in code for code in self._generated()):
             return None

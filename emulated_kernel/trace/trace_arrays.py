@@ -47,8 +47,8 @@ class Tracing:
 class TraceArrays(TaskObserver):
     """All trace arrays of a kernel.
 
-    Callers hold the control lock, in the place of Linux's event_mutex and trace_types_lock. `clock` returns
-    the time in nanoseconds for error_log.
+    Callers hold the control lock, in the place of Linux's event_mutex and trace_types_lock. The constructor's
+    `clock` returns the time in nanoseconds for error_log.
     Mirrors: kernel/trace/trace.c:ftrace_trace_arrays (v6.1).
     """
 
@@ -197,7 +197,8 @@ class TraceArrays(TaskObserver):
     def remove(self, name: str) -> None:
         """Remove an instance, and free its buffers.
 
-        Raises: KernelError ENODEV (there is no such instance), EBUSY (a histogram has variables).
+        Raises: KernelError ENODEV (there is no such instance), EBUSY (one of the instance's histograms has
+        variables).
         Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
         """
         self._lock.assert_held()

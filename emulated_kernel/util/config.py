@@ -72,16 +72,15 @@ class MachineConfig:
     pauses: bool = True
     """Whether pauses between requests count as time for delayed work of kprobes, such as the optimizer's.
 
-    In both cases, the guest's clock itself does not advance during a pause. With the real clock, the value
-    has no effect.
+    The clocks "virtual" and "model" themselves do not advance during a pause, even if the value is True. With
+    the clock "real", the value has no effect, because that clock always advances.
     """
     seed: int = DEFAULT_SEED
     """Seed of the virtual clock and of the order in which CPUs run, from 0 to 2**63 - 1."""
     quantum: int = 0
     """Mean number of instructions after which another CPU runs; 0 switches only when a CPU has to wait.
 
-    This option is for tests. The seed determines the number for each turn of a CPU, and each instruction
-    takes 0.1 microseconds.
+    This option is for tests, and makes the guest slow. The seed determines the number for each turn of a CPU.
     """
     stale_fetch: bool = False
     """Whether a CPU may execute old instructions after text changed, until the CPU takes an interrupt.
@@ -89,7 +88,7 @@ class MachineConfig:
     This option is for tests of text patching, and requires `quantum`.
     """
     run_budget: float = DEFAULT_RUN_BUDGET
-    """Maximum real time of one run of the guest, in seconds.
+    """Maximum CPU time of one run of the guest, in seconds.
 
     A guest that runs longer is declared to be looping.
     """
@@ -101,7 +100,10 @@ class MachineConfig:
     None takes the profile's policy.
     """
     save_regs: str | None = None
-    """Registers that compiled handlers save: "live" or "all"; None takes the profile's value."""
+    """Registers that compiled handlers save: "live", "all", or None for the profile's value.
+
+    "live": registers that the handler changes and that the probed function may still read.
+    """
     return_hook: str | None = None
     """Kind of shadow stack for return probes: "rethook", "objpool", "instances", "fgraph" or "unified".
 

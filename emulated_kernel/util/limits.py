@@ -49,7 +49,7 @@ class Limit(Enum):
     SCRATCH_BYTES = "scratch_bytes"
     """Maximum size of all files in scratch/ and dev/ together, in bytes; each file takes whole pages."""
     RUN_BUDGET_MS = "run_budget_ms"
-    """Maximum time of one run of the guest in milliseconds; see MachineConfig.run_budget."""
+    """Maximum CPU time of one run of the guest in milliseconds; see MachineConfig.run_budget."""
 
 
 DEFAULTS: Mapping[Limit, int | None] = MappingProxyType(
@@ -244,7 +244,10 @@ class MemoryBudget:
             self.give_back(*self._ended.popleft())
 
     def take(self, size: int, user: int) -> bool:
-        """Charge `size` bytes to `user`. Return False and change nothing if this would exceed a limit."""
+        """Charge `size` bytes to `user` until give_back(), and return True.
+
+        Return False and change nothing if this would exceed a limit.
+        """
         self._settle()
         most = None if self._total is None else self._limits[self._total]
         if most is not None and self._used + size > most:
@@ -262,7 +265,7 @@ class MemoryBudget:
             self._by_user[user] += size
 
     def give_back(self, size: int, user: int) -> None:
-        """End a charge of `size` bytes to `user`."""
+        """End a charge of `size` bytes that take() made to `user`."""
         self._used -= size
         if user:
             self._by_user[user] -= size
@@ -273,7 +276,8 @@ class MemoryBudget:
     def exchanged(self, freed: Sequence[tuple[int, int]], size: int, user: int) -> Iterator[None]:
         """Charge `size` bytes to `user` in place of the charges `freed`: pairs (size in bytes, user).
 
-        An exception in the `with` block restores the former charges.
+        The new charge stays after the `with` block. But if the block raises an exception, the former charges
+        are restored.
         Raises: KernelError ENOMEM (a limit would be exceeded).
         """
         for charge in freed:

@@ -14,7 +14,7 @@ _OLDEST = "5.10"
 
 
 class LinuxRule(Enum):
-    """Base class of enumerations of rules. Each member is a rule that kernels have from some version on.
+    """Base class of enumerations of rules. Each member is a rule that only some versions have.
 
     Code tests whether a kernel has a rule, and never its version; only this file compares versions. A
     backport therefore changes only the set of a kernel's rules, and no code.
@@ -49,9 +49,9 @@ class LinuxRule(Enum):
     def detected(cls, version: str, texts: str) -> frozenset[Self]:
         """Return the rules that a kernel has, from its `version` and from `texts` in the kernel.
 
-        A rule with a `sign` is included if the sign occurs in `texts`. Any other rule is included according
-        to the version. `texts` must include `NAME()` for each function of the kernel that is the sign of a
-        rule.
+        A rule with a `sign` (see __init__()) is included if the sign occurs in `texts`. Any other rule is
+        included according to the version. `texts` is one string: the kernel's error table, its README, and
+        `NAME()` for each of its functions that is the sign of a rule.
         """
         number = _number(version)
         return frozenset(rule for rule in cls if (rule.sign in texts if rule.sign else rule._is_in(number)))

@@ -69,7 +69,10 @@ class ControlFile(FileDescription):
         self.client = client
         """The process that opened the file."""
         self.inner: OpenFile
-        """Implementation of reads and writes by the file's node in the tree; GuestCalls.open() sets it."""
+        """The open file of the node at this path of the tree, which does the reads and writes.
+
+        GuestCalls.open() sets it, and a reboot replaces it.
+        """
         self.fd: int | None = None
         """The guest's descriptor for the file.
 
@@ -208,7 +211,7 @@ class ControlFile(FileDescription):
         self.inner.set_status_flags(flags)
 
     def release(self) -> None:
-        """Release the node's open file, and close the guest's descriptor; see FileDescription.
+        """Release the node's open file, and close the guest's descriptor if it is open; see FileDescription.
 
         Lock: taken.
         """
@@ -256,7 +259,7 @@ class ControlDirectory(OpenDirectory):
                 self.fs.calls.listed(client, self)
 
     def release(self) -> None:
-        """Release the description, and close the guest's descriptor if it is open; see FileDescription.
+        """Release this open directory, and close the guest's descriptor if it is open; see FileDescription.
 
         Lock: taken.
         """
@@ -311,9 +314,9 @@ class PendingWrite:
         """The steps that write the current piece of `data`, or None before the piece has begun."""
         self._chunks = ChunkedWrite(inner, data, offset)
         self.plan: Callable[[], int] | None = None
-        """Function with which GuestCalls.write() does the next step of the write.
+        """Function that does the next step of the write, for write() of subclasses of GuestCalls.
 
-        It is None before the first step and after the write.
+        They set it at the first step. It is None before that, and after the write.
         """
         self._kept: ExitStack | None = None
 
@@ -375,8 +378,8 @@ class PendingWrite:
         """Do the next step of writing `piece`. After the last step, return the number of bytes taken.
 
         `offset`: file offset of the piece. After the last step, or if the step raises KernelError, report the
-        piece to the watcher.
-        Hazard: read the watcher before the step, because the step may boot another kernel.
+        piece to ControlFs.watcher, if there is one.
+        Hazard: read ControlFs.watcher before the step, because the step may boot another kernel.
         Raises: YieldLock (more steps follow), errors of the file.
         """
         file = self.file
@@ -469,7 +472,7 @@ class GuestCalls:
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
         """Repeat the client's system call on the guest's descriptor of a file, if the call is one of `names`.
 
-        If `file` is None, use any open file with this path.
+        If `file` is None, use any open file whose path is `path`.
         """
 
     def repeat_call(
@@ -562,7 +565,10 @@ class GuestCalls:
 
 
 class ControlFs(FileSystem):
-    """The file system of control files, a tree of nodes. `calls` repeats clients' calls in the guest."""
+    """The file system of control files, a tree of nodes. `calls` repeats clients' calls in the guest.
+
+    `watcher`: the object to which clients' changes of control files are reported, or None; see watch().
+    """
 
     def __init__(
         self, tree: NodeTree, lock: ControlLock | None = None, calls: GuestCalls | None = None
@@ -628,8 +634,8 @@ class ControlFs(FileSystem):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         """Return a file's attributes, and repeat the client's call in the guest; see FileSystem.
 
-        GuestCalls.informed() reads different facts about the client if the file exists, so the lookup comes
-        first.
+        The lookup comes first, because GuestCalls.informed() reads other facts about the client if the file
+        exists.
         """
         found = None
         try:
@@ -866,7 +872,7 @@ class ControlFs(FileSystem):
     def become(self, new: FileSystem) -> None:
         """Open each file again by its path in the tree of the new kernel; see FileSystem.
 
-        The open files of the old kernel are not released, because they end with the old kernel.
+        The nodes' open files in the old tree are not released, because they end with the old kernel.
         """
         assert isinstance(new, ControlFs)
         self._show(new.tree, new.calls)

@@ -176,23 +176,31 @@ class FileSystem(ABC):
     # Changes. Lock: taken. Each method may begin a request.
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
-        """Create a directory. Raises: KernelError EPERM (not supported), EEXIST."""
+        """Create a directory. Lock: taken. May begin a request.
+
+        Raises: KernelError EPERM (not supported), EEXIST.
+        """
         raise self._refused(errno.EPERM, path)
 
     def rmdir(self, client: Client, path: str) -> None:
         """Remove a directory. The paths of open directories at and below `path` become GONE.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported), EBUSY (the directory or its kernel object is in use).
         """
         raise self._refused(errno.EPERM, path)
 
     def unlink(self, client: Client, path: str) -> None:
-        """Remove a name of a file. Raises: KernelError EPERM (not supported)."""
+        """Remove a name of a file. Lock: taken. May begin a request.
+
+        Raises: KernelError EPERM (not supported).
+        """
         raise self._refused(errno.EPERM, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """Rename a file or directory, and change the paths of open directories at and below `old`.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported), EXDEV (the paths are in two file systems of a guest).
         """
         raise self._refused(errno.EPERM, old)
@@ -200,31 +208,37 @@ class FileSystem(ABC):
     def link(self, client: Client, old: str, new: str) -> None:
         """Create a hard link `new` to the file `old`.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported), EXDEV (the paths are in two file systems of a guest).
         """
         raise self._refused(errno.EPERM, new)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
-        """Create a symbolic link at `path` to `target`. Raises: KernelError EPERM (not supported)."""
+        """Create a symbolic link at `path` to `target`. Lock: taken. May begin a request.
+
+        Raises: KernelError EPERM (not supported).
+        """
         raise self._refused(errno.EPERM, path)
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
-        """Create a FIFO, a socket or an empty file.
+        """Create a FIFO, a socket or an empty file. Lock: taken. May begin a request.
 
         Raises: KernelError EPERM (not supported; always for a device).
         """
         raise self._refused(errno.EPERM, path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Set the size of the file at `path`. Raises: KernelError EINVAL (not supported, or a negative size).
+        """Set the size of the file at `path`. Lock: taken. May begin a request.
 
         This method is not called for O_TRUNC, which open() handles.
+        Raises: KernelError EINVAL (not supported, or a negative size).
         """
         raise self._refused(errno.EINVAL, path)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """Set the permission bits of a file, after the front end has checked the client's permission.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported).
         """
         raise self._refused(errno.EPERM, path)
@@ -232,6 +246,7 @@ class FileSystem(ABC):
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set user and group of a file; -1 leaves either unchanged.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported).
         """
         raise self._refused(errno.EPERM, path)
@@ -239,6 +254,7 @@ class FileSystem(ABC):
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of a file, in nanoseconds since the epoch; None leaves a time unchanged.
 
+        Lock: taken. May begin a request.
         Raises: KernelError EPERM (not supported).
         """
         raise self._refused(errno.EPERM, path)
@@ -269,33 +285,39 @@ class FileSystem(ABC):
         """Open the clients' open files in the guest too, because probes could notice calls from now on.
 
         `names_end`: whether probes could also notice lookups. If so, a front end must look up all names
-        again.
+        again. Lock: held.
         """
 
     def become(self, new: FileSystem) -> None:
         """Show the files of another kernel from now on.
 
-        `new` is a file system of this class that shows these files. The descriptions in `opened` remain
-        valid. If a file cannot be opened again by its path, the `error` of the file's description becomes
-        ESTALE.
+        `new` is a file system of this class that shows the other kernel's files. The descriptions in `opened`
+        remain valid. If a file cannot be opened again by its path, the `error` of the file's description
+        becomes ESTALE. Lock: held.
         """
         raise KernelError(errno.EOPNOTSUPP, "no other kernel can take the place of this one")
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Report clients' changes of control files to `watcher` from now on. None ends the reports."""
+        """Report clients' changes of control files to `watcher` from now on.
+
+        None ends the reports. Lock: held.
+        """
 
     def is_between_parts(self) -> bool:
-        """Return True if an open file keeps written data that a later write(2) or its close will execute."""
+        """Return True if an open file keeps written data that a later write(2) or its close will execute.
+
+        Lock: held.
+        """
         return False
 
     def is_dead(self) -> bool:
-        """Return True if the guest cannot run any more."""
+        """Return True if the guest cannot run any more. Lock: taken."""
         return False
 
     def close(self) -> None:
         """Free the resources of the file system and wake waiters, because the mount ends.
 
-        A second call has no effect.
+        A second call has no effect. Lock: taken.
         """
         for opened in list(self.opened):
             opened.error = errno.EIO

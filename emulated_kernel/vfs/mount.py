@@ -121,7 +121,10 @@ class Mount:
         return self.filesystem_at(path).is_control
 
     def name_lasts(self, path: str) -> bool:
-        """Return True if a front end may use the name at `path` again without a getattr(); see FileSystem."""
+        """Return True if a front end may use the name at `path` again without a getattr().
+
+        See FileSystem.name_lasts.
+        """
         return self.filesystem_at(path).name_lasts(path)
 
     def exists(self, path: str) -> bool:
@@ -133,7 +136,7 @@ class Mount:
         return True
 
     def at_names_end(self, action: Callable[[Collection[str | None]], object]) -> None:
-        """Call `action` whenever a front end must look up names again, although name_lasts() was True.
+        """From now on, call `action` when a front end must look names up again after name_lasts() was True.
 
         When file systems have called FileSystem.on_names_end, the thread that held the lock calls `action`
         once. It does so after it has released the lock, and before its request ends. The argument of `action`
@@ -199,7 +202,7 @@ class Mount:
         return fs.readlink(fs.informed(client), path)
 
     def chdir(self, client: Client, path: str) -> None:
-        """Report a client's new working directory `path` to the guest; see FileSystem."""
+        """Report a client's new working directory `path` to the guest; see FileSystem.chdir."""
         fs = self.filesystem_at(path)
         fs.chdir(fs.informed(client), path)
 
@@ -489,12 +492,18 @@ class Mount:
     # For the daemon. The caller holds the lock, except for is_dead and close.
 
     def watch(self, watcher: ChangeWatcher | None) -> None:
-        """Report clients' changes of control files to `watcher` from now on. None ends the reports."""
+        """Report clients' changes of control files to `watcher` from now on.
+
+        None ends the reports. Lock: held.
+        """
         for fs in self._file_systems:
             fs.watch(watcher)
 
     def is_between_parts(self) -> bool:
-        """Return True if an open file keeps written data that a later write(2) or its close will execute."""
+        """Return True if an open file keeps written data that a later write(2) or its close will execute.
+
+        Lock: held.
+        """
         self.lock.assert_held()
         return any(fs.is_between_parts() for fs in self._file_systems)
 
@@ -525,7 +534,7 @@ class Mount:
             gate.set()
 
     def replace(self, table: Mapping[str, FileSystem]) -> None:
-        """Show the files of another kernel.
+        """Show the files of another kernel from now on. Lock: held.
 
         `table`: prefix -> file system of the other kernel, with the same prefixes and the same lock. Open
         control files continue as the new kernel's files of the same paths. Later use of open files of the old

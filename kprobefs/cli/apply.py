@@ -20,7 +20,7 @@ MAX_WIDTH = 1024
 
 
 def which_mount(named: str | None) -> str:
-    """Return the directory of the mount `named`; None: of the one in $KPROBEFS, or else the only one.
+    """Return the directory of the mount on `named`; None: of that on $KPROBEFS, or else of the only mount.
 
     Raises: CliError (there is no mount, the mount does not answer, or none is selected and there are
     several).
@@ -124,9 +124,9 @@ def saved(directory: str) -> bytes:
 
 
 def _default_maxactive(machine: Path) -> int:
-    """Return the default maxactive of return probes in a mount's kernel: a distribution's, with one CPU.
+    """Return the default maxactive of return probes in a distribution's kernel, whose machine has one CPU.
 
-    `machine`: directory machine/ of the mount.
+    `machine`: directory machine/ of its mount.
     """
     from emulated_kernel.arch.analysis.probe_rules import ProbeRule
     from emulated_kernel.kprobes.kinds.kretprobe import default_maxactive

@@ -165,10 +165,9 @@ def _enter_own_directory() -> None:
 
 
 def _check_open_files() -> None:
-    """Check that no open file gives the command access to the host's files.
+    """Check that the working directory and the standard streams give no access to the host's files.
 
-    The working directory and the standard streams are checked.
-    Raises: CliError (a stream is a directory, or a file is in a tracefs or debugfs).
+    Raises: CliError (a stream is a directory, or one of them is in a tracefs or debugfs).
     """
     for number, name in (
         (None, "the working directory"),
@@ -199,7 +198,10 @@ def _is_directory(number: int) -> bool:
 
 
 def _type_of(file: str | int) -> int:
-    """Return the f_type of the file system of an open file or a directory, or 0 if it can't be read."""
+    """Return the f_type of a file's file system, or 0 if it can't be read.
+
+    `file`: a path or an open descriptor.
+    """
     buffer = (ctypes.c_long * 32)()
     libc = ctypes.CDLL(None)
     failed = libc.fstatfs(file, buffer) if isinstance(file, int) else libc.statfs(os.fsencode(file), buffer)
@@ -239,8 +241,8 @@ def _tree_of_host(fstype: str, work: Path) -> int | None:
     """Return a detached mount of a directory of the host's tracefs or debugfs; None if it can't be mounted.
 
     The directory is an empty one in the root of the file system, or the root if it has no empty directory.
-    The caller covers this mount with kprobefs's own mount. The covered mount gives each table of mounts a
-    line of type `fstype`. The user namespace locks both mounts.
+    The caller attaches this mount and covers it with kprobefs's own. Tables of mounts then have a line of
+    type `fstype`, which is that of the covered mount. A user namespace locks both mounts.
     `fstype`: tracefs or debugfs. `work`: directory for a temporary mount.
     """
     mounted = {each.directory: each.fstype for each in mountpoints.mount_points()}
@@ -438,7 +440,7 @@ def _make_places() -> None:
 
 
 def _pretend_type(work: Path) -> dict[str, str]:
-    """Build a library that makes a program see the mount as a tracefs, if no filter answers its system calls.
+    """Build a library that makes programs see the mount as a tracefs; for a host without seccomp listeners.
 
     The library shows the program another /proc/mounts, and lets calls that copy from text files fail as on
     Linux's tracefs. Return the environment variables that make programs load the library. Without a C
@@ -496,7 +498,7 @@ def _system_call(number: int, what: str, *arguments: int | bytes) -> int:
 def _call(name: str, what: str, *arguments: object) -> int:
     """Call the function `name` of the C library, and return its result.
 
-    `what`: text for the error message about the call's purpose or object.
+    `what`: purpose or object of the call, for the error message.
     Raises: CliError (the result is negative).
     """
     libc = ctypes.CDLL(None, use_errno=True)

@@ -175,8 +175,8 @@ class Lookup:
     def _is_of_command(self) -> bool:
         """Return True if the task is in this process's user namespace, or in one directly below it.
 
-        The namespace that kprobefs makes for a command is directly below it. Only in these do the task's
-        capabilities apply to files; namespaces further below do not count.
+        The namespace that kprobefs makes for a command is directly below it. Lookups use the task's effective
+        capabilities only if the result is True.
         """
         here = os.stat("self/ns/user", dir_fd=self._proc).st_ino
         theirs = self._open("ns/user", self._task, os.O_RDONLY)

@@ -42,7 +42,7 @@ class CommandNamespace:
 
         `answerer`: answers the system calls that the filter passes on; if it is None, the filter passes on
         none. `own_user`: whether the command enters a user namespace of its own, in which perf_event_open(2)
-        is refused.
+        is refused; if False, it enters no namespace.
 
         Raises: CliError (the host allows no further user namespace).
         """
@@ -105,7 +105,7 @@ class CommandNamespace:
             raise OSError(failure, os.strerror(failure))
 
     def _try(self) -> None:
-        """Test enter() in a child process: first without the listener, and then with it.
+        """Test enter() in a child process: first without the filter's listener, then with it.
 
         If only the second test fails, store the reason in `unanswered`; enter() then creates no listener.
         Raises: CliError (the host allows no further user namespace).

@@ -17,7 +17,7 @@ MOST = 4096
 def attach(parser: argparse.ArgumentParser) -> None:
     """Give each argument in COMPLETERS its completer, in the parsers of all commands, for argcomplete.
 
-    The argument of `mount` gets none, because it is a directory without a mount.
+    The argument DIR of the command `mount` gets none, because nothing is mounted there yet.
     """
     for chosen, command in _commands(parser).items():
         for action in command._actions:
@@ -51,7 +51,7 @@ def profiles(**_: object) -> tuple[str, ...]:
 
 
 def limits(**_: object) -> list[str]:
-    """Return the names of all limits, each with the `=` that comes before its value."""
+    """Return NAME= for each limit that the option --limit NAME=VALUE can set."""
     from emulated_kernel.util.limits import Limit
 
     return [f"{limit.value}=" for limit in Limit]
@@ -111,4 +111,4 @@ COMPLETERS: dict[str, Completer] = {
     "places": functions,
     "probes": probes,
 }
-"""Name of an argument in the parsed command line -> function that returns the words for it."""
+"""Name of an argument in the parsed command line -> function that returns the possible words for it."""

@@ -130,9 +130,9 @@ def reboot(directory: str) -> list[str]:
 
 
 def unmount_stale(directory: str) -> None:
-    """Detach the topmost mount from `directory` as long as it is a kprobefs mount whose daemon is gone.
+    """Detach from `directory` each kprobefs mount whose daemon is gone. Also remove the daemon's record.
 
-    Also remove the record of the daemon.
+    Begin with the topmost mount, and stop at the first other mount.
 
     Raises: CliError (a mount cannot be detached).
     """

@@ -37,9 +37,10 @@ def follows_virtual_clock(directory: str) -> bool:
 
 
 def patches_slowly(directory: str) -> bool:
-    """Return True if the kernel at `directory` takes long to start and stop recording a call graph.
+    """Return True if the kernel of the mount at `directory` is slow to start and stop recording a call graph.
 
-    This is so if the kernel patches its functions itself while each instruction is counted.
+    This is so if a distribution's kernel uses its own kprobes, so that guest code patches the functions, and
+    each instruction is counted.
     """
     daemon = running(directory)
     return daemon is not None and (daemon.profile, daemon.clock) == (KERNEL_KPROBES, COUNTING_CLOCK)

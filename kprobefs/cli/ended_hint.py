@@ -43,8 +43,9 @@ def ended_hint(directory: str) -> str:
 def _reason(lines: Sequence[str]) -> str:
     """Return the line of the kernel log that says why the kernel has panicked.
 
-    It is the host's message with the reason for which the host has ended the guest. If there is none, it is
-    the guest's own last line, or else the last line of all. If the log is empty, return a text that says so.
+    `lines`: the log. The returned line is the host's message that it has ended the guest, with the reason. If
+    there is none, it is the last line that the guest has logged, or else the last line of all. If the log is
+    empty, return a text that says so.
     """
     own = [line for line in lines if not line.startswith(HOST_NOTE)]
     given_up = [line for line in lines if line.startswith(GIVEN_UP)]
@@ -52,7 +53,10 @@ def _reason(lines: Sequence[str]) -> str:
 
 
 def last_logged_line(directory: str) -> str:
-    """Return the last of the lines that _logged_lines() returns; "" if there is none. Raises: OSError."""
+    """Return the last line of the kernel log, without its level and time; "" if there is none.
+
+    Lines that _logged_lines() omits do not count. Raises: OSError.
+    """
     return next(reversed(_logged_lines(directory)), "")
 
 

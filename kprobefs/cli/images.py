@@ -36,7 +36,10 @@ class Image:
     boot_seconds: float | None
     """CPU time in seconds that the boot took."""
     kept: str | None
-    """Text about what the snapshot contains, such as "tables"; None if there is none or it is damaged."""
+    """Text about what the snapshot contains, such as "tables" or "boot, seed 7".
+
+    None if there is no snapshot or it is damaged.
+    """
 
 
 def images() -> Iterator[Image]:

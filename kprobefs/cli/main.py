@@ -685,7 +685,7 @@ def _builder(options: MountOptions) -> Builder:
 def _builder_for_run(options: MountOptions) -> Builder:
     """Return the function that builds the served kernel, for the command `run`.
 
-    Raises: CliError with the exit status of `run` (the kernel cannot be used).
+    Raises: CliError (the kernel cannot be used; the error's exit status is RUN_FAILED).
     """
     try:
         return _builder(options)

@@ -391,7 +391,7 @@ def result(case: Case, status: int, seconds: float, log: Path) -> Result:
 
 
 def _printed(pattern: re.Pattern[str], text: str) -> str:
-    """Return the first hint of `run` that matches `pattern`, without its prefix; "" if no hint matches."""
+    """Return the first hint of `run` in the log `text` that matches `pattern`, without its prefix, or ""."""
     found = map(pattern.fullmatch, text.splitlines())
     return next((hint[1] for hint in found if hint), "")
 
@@ -417,8 +417,9 @@ def _hint(text: str) -> str:
 def _blamed(text: str) -> str:
     """Return the first line of `text` that probably names an error, or else the first that is not empty.
 
-    Hints of `kprobefs run` are ignored. Return "" if there is no other line. In the returned line, the path
-    of the mount is replaced by $KPROBEFS.
+    Hints of `kprobefs run` are ignored; return "" if `text` has no other line. If the line begins a
+    traceback, return the traceback's exception instead. If it begins pytest's reports, return a text about
+    the first failed test. In the returned line, the path of the mount is replaced by $KPROBEFS.
     """
     written = [line for line in text.splitlines() if line.strip() and not _is_hint(line.strip())]
     at = next((number for number, line in enumerate(written) if BLAMED.search(line)), 0)
@@ -433,9 +434,9 @@ def _blamed(text: str) -> str:
 
 
 def _first_failed_test(report: Sequence[str]) -> str:
-    """Return a text about the first failed test in pytest's report: name, reason, and refused request.
+    """Return a text about the first failed test in pytest's report, or "" if the report has no reason.
 
-    Return "" if the report has no reason.
+    The text: name, reason, and the hint about a refused request if there is one.
     """
     name = refusal = ""
     exception = []
@@ -501,7 +502,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _without_numbers(hint: str) -> str:
-    """Return a hint with 0 for each number in its names: a name may contain the pid of a tool."""
+    """Return a hint in which 0 replaces each number within a name, such as the pid of a tool."""
     return _NAME.sub(lambda name: re.sub(r"\d+", "0", name[0]), hint)
 
 

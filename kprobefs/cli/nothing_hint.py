@@ -209,7 +209,7 @@ def why_missed(missed: int, directory: str, *, at_return: bool) -> str:
 def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
     """Return two maps from kprobe_profile: event -> hits, and event -> missed hits.
 
-    The events have no groups.
+    The file names an event without its group, so events of the same name are added up.
     """
     hits: Counter[str] = Counter()
     missed: Counter[str] = Counter()
@@ -220,7 +220,7 @@ def profile_counts(tracefs: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def _why_not_outside(ended: EndedCommand) -> str:
-    """Return why files that the command names outside of the mount hit no probe; "" if it names none."""
+    """Return why the files outside of the mount that the command names hit no probe; "" if it names none."""
     for file in _files_outside(ended):
         outside = f"files outside of the mount, such as {escape_for_terminal(file)}, hit no probe"
         return outside + _other_ways(ended.directory)
@@ -265,9 +265,10 @@ def _is_program(path: str) -> bool:
 
 
 def nothing_hints(ended: EndedCommand, past: Past) -> Iterator[str]:
-    """Yield hints about the kprobe events that were enabled: no hit, or hits without a record.
+    """Yield hints about enabled kprobe events, if none of them was hit or if no trace array had a record.
 
-    `past` also contains the events that the command has disabled or removed.
+    The hints say why there was no hit, or why hits were not recorded. `past` also contains the events that
+    the command has disabled or removed.
     """
     unhit = [event for event in past.events if not event.hits]
     if unhit and len(unhit) == len(past.events) and not past.forgotten_hits:
@@ -307,8 +308,8 @@ def _without_hits(
 ) -> Iterator[str]:
     """Yield hints about events without hits. `has_used_scratch`: as for why_no_hit().
 
-    There is a hint for each reason why events were never armed, a hint for each event whose hits were missed,
-    and a hint for all other events.
+    There is a hint for each event whose hits were missed, a hint for each reason why events were never armed,
+    and a single hint for all other events.
     """
     for event in events:
         if event.missed:
@@ -327,7 +328,7 @@ def _without_hits(
 
 
 def _names(events: Iterable[PastEvent]) -> str:
-    """Return the names of the first NAMES events, separated by commas."""
+    """Return the first NAMES different names of events, separated by commas; escaped for a terminal."""
     names = dict.fromkeys(event.name for event in events)
     return escape_for_terminal(", ".join([*names][:NAMES]))
 
@@ -405,8 +406,9 @@ def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
     """Return a text that names the switch by which probes are unarmed now; "" if no switch is off.
 
     The text is in the past tense, as a reason why an ended command hit no probe. Precondition: the reads of
-    this function hit no probe. `kprobes`: whether the command is traced by kprobes. `calls_alone`: whether
-    all probes and tracers of the command are called by fentry sites.
+    this function hit no probe. `kprobes`: whether the command is traced by kprobes; if False, the switch
+    kprobes/enabled is ignored. `calls_alone`: whether fentry sites call all probes and tracers of the
+    command; if False, ftrace_enabled is ignored.
     """
     root = control_root(directory)
     if kprobes and not _switch(root / "kprobes" / "enabled"):
@@ -415,7 +417,7 @@ def switched_off(directory: str, *, kprobes: bool, calls_alone: bool) -> str:
 
 
 def _switch(file: Path) -> bool:
-    """Return False if the file exists and contains 0, else True."""
+    """Return False if the file of a switch can be read and contains 0, else True."""
     with suppress(OSError):
         return file.read_text().strip() != "0"
     return True

@@ -31,7 +31,7 @@ MAX_CPUS = 64
 _MARGIN = 2
 """Number of columns at the right of help texts that stay free, as in argparse's own formatter."""
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
-"""Options of mount(8) that are passed to FUSE."""
+"""Options of mount(8) that `kprobefs mount` accepts, and passes to FUSE."""
 REFUSED_FLAGS = {
     "ro": "not possible, since the files are there to be written; restrict access by file modes",
     "suid": "not possible, since FUSE mounts are nosuid; leave it out",

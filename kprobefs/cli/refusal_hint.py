@@ -48,12 +48,12 @@ _WORD = lazy_pattern(r"[^\s,:()=]+")
 
 
 def refusals(directory: str, past: Past) -> Iterator[str]:
-    """Yield hints about the last file and the last write that the mount at `directory` refused.
+    """Yield hints about the last file that the mount refused to create, and the last write that it refused.
 
-    `past`: history of the mount. If error_log has an entry for the write, the hint contains the entry. Linux
-    logs nothing, for example, about a kind of event that it does not have. The hints help because a shell may
-    report only that a write failed: dash says "I/O error" for each errno, and each shell "Permission denied"
-    if there is no such file.
+    `past`: history of the mount at `directory`. If error_log has an entry for the write, the hint contains
+    the entry. Linux logs nothing, for example, about a kind of event that it does not have. The hints help
+    because a shell may report only that a write failed: dash says "I/O error" for each errno, and each shell
+    "Permission denied" if there is no such file.
     """
     if past.missing is not None:
         yield MISSING.format(file=past.missing.lstrip("/"))
@@ -135,7 +135,7 @@ def logged_refusal(
 
     If the entry says that a symbol is unknown, the hint names similar symbols. If the place is refused, the
     hint names the command that explains the place. `kallsyms` returns the kernel's symbols. `options`: names
-    and values that select the kernel. `log`: name of the log for the hint.
+    and values that select the kernel. `log`: name of the log that the hint shows.
     """
     from emulated_kernel.trace.text.probe_errors import ProbeError
 
@@ -164,8 +164,8 @@ def no_such_kind(past: Past, definition: str, tracefs: Path) -> str:
 def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
     """Return the message that the kernel has no such kind of event; "" if this is not the reason.
 
-    `text`: the refused write. `reason`: the kernel's reason. A kernel with its own kprobes reports only the
-    errno. In that case, check whether its README lists the kind of event.
+    `text`: the refused write. `reason`: the kernel's reason. If the reason is only the text of EINVAL, as
+    from a kernel with its own kprobes, check whether the README of `tracefs` lists the kind of event.
     """
     found = DEFINITION.match(text)
     if reason.startswith(NO_SUCH_KIND) or found is None:
@@ -179,7 +179,7 @@ def _no_such_kind(text: str, reason: str, tracefs: Path) -> str:
 
 
 def _logged_by_loader(directory: str, file: str, text: str) -> str:
-    """Return the line of the kernel log about a refused module, or "" if there is no such line.
+    """Return the last line of the kernel log if it is about the module that a refused write names, else "".
 
     `file`: path in the mount of the file to which `text` was written. `text`: the refused write.
     """

@@ -232,7 +232,7 @@ def run_traced(directory: str, command: Sequence[str], tracing: TraceSession) ->
 
 
 def _runner(command: Sequence[str], tracing: TraceSession | None) -> _Runner:
-    """Return a runner of `command`, which handles this process's signals from now on.
+    """Return a runner of `command`. From now on, the runner handles the signals that end this process.
 
     `tracing`: the probes with which the command is traced, or None. If their records need standard output,
     the command's output goes to standard error.
@@ -246,8 +246,8 @@ class _Runner:
     """Runs the command and forwards signals to it; a signal before the command's start is kept.
 
     While this process itself uses a temporary mount, signals have their default action. A request may take
-    minutes in a slow guest, and Python would run no handler before the reply. The daemon and the temporary
-    directory end with this process; see start_as_child().
+    minutes in a slow guest, and Python would run no handler before the reply. When a signal ends this
+    process, the daemon ends and the temporary directory is removed.
     """
 
     def __init__(self, command: Sequence[str], stdout: int | None) -> None:
@@ -445,9 +445,9 @@ def _ignores(pid: int, number: signal.Signals) -> bool:
 
 
 def _is_in_no_path(name: str) -> bool:
-    """Return True if a shell would find no file for the command `name`.
+    """Return True if a shell would find no file for the command `name` in the directories of PATH.
 
-    A directory in PATH does not count as such a file.
+    A subdirectory called `name` does not count as a file. Return False if `name` contains a slash.
     """
     return "/" not in name and not any(
         os.path.isfile(os.path.join(place, name)) for place in os.get_exec_path()

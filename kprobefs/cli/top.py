@@ -1,4 +1,7 @@
-"""`kprobefs top`: a live view of a mount's probes: rates, costs, and why a probe is not in a better mode."""
+"""`kprobefs top`: a live view of a mount's probes: rates, costs, and why a probe is not in a better mode.
+
+The screen shows the list of the probes, the close-up of one opened probe, or the keys.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ PROBES = "machine/probes"
 COST_AGE = 10.0
 """Seconds after which a probe's cost is measured again. A measurement stops the kernel for a moment."""
 RECORDS = 500
-"""Number of the newest trace lines that are searched for records of an opened probe."""
+"""Number of the newest trace lines that are searched for the records of the probe in the close-up."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  up/down scroll  e enable  o optimize"
 MAX_LINES = 1 << 20
-"""Number of rows by which the selection moves to reach the first or last line; no list is that long."""
+"""Number of lines by which the keys home and end move; more than a list or close-up can have."""
 MORE_KEYS = "? all keys"
 """Last words of the line of keys if the terminal is too narrow to name all keys."""
 KEYS = (
@@ -51,7 +54,7 @@ UNANSWERED = (MountState.HUNG, MountState.BUSY)
 REASON_LINES = 3
 """Maximum number of lines for the reason of a probe's mode, below the list or in the close-up."""
 INSN_LINES = 6
-"""Maximum number of lines in the close-up for the instructions in one line of the file `bytes`."""
+"""Maximum number of lines into which the close-up breaks the instructions of one line of the file `bytes`."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
@@ -96,7 +99,7 @@ SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
 
 
 class Probes:
-    """Reads and switches the probes of one mount; each update makes one request."""
+    """Reads and switches the probes of one mount; each call of look() makes one request."""
 
     def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = Path(directory)
@@ -123,7 +126,7 @@ class Probes:
     def look(self) -> list[Probe]:
         """Read and return the current probes.
 
-        If the mount does not answer, return the probes of the last update.
+        If the mount does not answer, return those that were read last, without rates.
         Raises: CliError (the mount is gone or has no machine/probes).
         """
         if not self.answers:
@@ -230,7 +233,7 @@ class View:
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
-        """Store and sort the probes of an update.
+        """Store `probes`, which Probes.look() returned, in the order of the list.
 
         If the list has become too short for the cursor, move the cursor to the last row. If the probe of the
         close-up is gone, show the list and a message.

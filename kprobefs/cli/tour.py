@@ -127,7 +127,7 @@ STEPS = (
     ),
 )
 _LOOK = ("echo 'gcd 12 18' > machine/call", "cat kprobes/stats/kprobes/inside/{hits,bytes}")
-"""Commands that hit the probe once, and show the number of its hits and the bytes at its address."""
+"""Commands that call gcd once, and show the hits of its probe `inside` and the bytes at the probe."""
 _STAGES = (
     Step(
         "Stops between the stages",

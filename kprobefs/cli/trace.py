@@ -109,9 +109,9 @@ class TraceSession:
 
     @property
     def takes_output(self) -> bool:
-        """Whether standard output is for the records alone.
+        """Whether standard output is for the records alone, so the command's output goes to standard error.
 
-        If so, the command's output goes to standard error.
+        False: the records go to a file, or they are text, which may be mixed with the command's output.
         """
         return self.request.output is None and self.kind is not TextOutput
 
@@ -129,7 +129,8 @@ class TraceSession:
     def output(self) -> TextIO:
         """Return the stream to which the records are written.
 
-        If the session has a file, delete the file's old content. Otherwise, the stream is standard output.
+        It is the session's output file, whose old content is deleted, or standard output if there is no such
+        file.
         """
         return sys.stdout if self._file is None else self._file.stream()
 
@@ -589,7 +590,10 @@ class RecordReader:
         os.close(ready)
 
     def mark(self, marker: Path) -> None:
-        """Make the child process write to the trace_marker file `marker`. Call this before begin()."""
+        """Make the child process write to the trace_marker file `marker`, and wait until it has done so.
+
+        Call this before begin().
+        """
         os.write(self._commands, f"{marker}\n".encode())
         os.read(self._ready, 1)
 
@@ -676,7 +680,7 @@ def sweep(files: Files, tracefs: Path) -> None:
 
 
 def _is_dead(name: str) -> bool:
-    """Return True if `name` is the name of a session whose process, in this pid namespace, has ended."""
+    """Return True if `name` is that of a session of this pid namespace whose process has ended."""
     found = NAME.fullmatch(name)
     if found is None or int(found["namespace"], 16) != os.stat(PID_NAMESPACE).st_ino:
         return False

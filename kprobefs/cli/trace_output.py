@@ -154,7 +154,7 @@ class RawOutput(TraceOutput):
         return SymbolNames(_text_of(self.files.kallsyms))
 
     def comms(self) -> dict[int, str]:
-        """Return a map pid -> name of the task, from the saved command names of the mount."""
+        """Return a map: pid -> name of the task, from the saved command names of the mount."""
         pairs = (line.split(" ", 1) for line in self._saved_cmdlines().splitlines())
         return {int(pid): name for pid, name in pairs}
 
@@ -237,7 +237,7 @@ def _weighted(found: Iterator[RawRecord], symbols: SymbolNames) -> Iterator[tupl
 
 @dataclass
 class _OpenCall:
-    """A call on the stack of a task: its entry is recorded, and its return is not read yet."""
+    """A call whose entry was read from the records, but whose return was not yet."""
 
     name: str
     start: int

@@ -137,9 +137,9 @@ def text_line(line: str, output: TextIO) -> str:
 def layout(text: str) -> Layout:
     """Return the layout of an event, from the text of its `format` file.
 
-    Each value in the event's text is a group. Its name is the word before the "=" that precedes the value. If
-    there is no such word, and each printed value is a whole field, the name is that of the field. Otherwise,
-    or if the name begins with "__", it is "".
+    Each value in the event's text is a group of the regular expression. The group's name is the word before
+    the "=" that precedes the value. If there is no such word, and each printed value is a whole field, the
+    name is that of the field. Otherwise, or if the name begins with "__", it is "".
     """
     found = PRINT_FMT.search(text)
     if found is None:
@@ -197,7 +197,7 @@ def record(line: str, layouts: Layouts) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, object]:
-    """Return a map name -> value of a system call's arguments.
+    """Return a map of a system call's arguments: name -> value.
 
     `text`: the arguments in the form `NAME: VALUE, ...`, with hexadecimal values.
     """

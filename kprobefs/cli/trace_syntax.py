@@ -22,7 +22,7 @@ USAGE = (
 )
 """Forms of a probe on the command line, for messages."""
 IF = " if "
-"""Text before the filter of a probe, as before that of a trigger.
+"""Text between a probe and its filter, as between a trigger and its filter.
 
 The filter follows the first such text, because no argument of a probe contains a blank.
 """

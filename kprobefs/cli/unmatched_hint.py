@@ -25,8 +25,9 @@ _KEYS = lazy_pattern(r"\bkeys=([^:]+)")
 def unmatched(past: Past) -> Iterator[str]:
     """Yield a hint for each synthetic event in `past` whose histograms are empty in all trace arrays.
 
-    Only synthetic events that hist triggers with onmatch() generate are examined. There is no hint if the
-    reason is unknown for any of these triggers, for example because the trigger has counted a hit.
+    Only synthetic events that hist triggers with onmatch() generate are examined. There is no hint for an
+    event if the reason is unknown for at least one of its triggers, for example because the trigger has
+    counted a hit.
     """
     if past.has_forgotten_hists:
         return

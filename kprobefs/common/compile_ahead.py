@@ -56,7 +56,7 @@ Packages whose modules a mount imports late come first, so that they are compile
 _SIZE = struct.Struct("Q")
 """Layout of the number before each record in the file of compiled code: the record's size in bytes."""
 _MISSED_SIZE = 1 << 20
-"""Number of bytes that one read of the list of missed modules requests; the list is always shorter."""
+"""Number of bytes that one read of the file CompileAhead._missed requests; the file is always smaller."""
 
 
 class CompileAhead:
@@ -71,7 +71,7 @@ class CompileAhead:
         """Start the process, which compiles all modules in `directories` and below.
 
         Imports of these modules take the code from now on. The process skips modules that were imported
-        before. Raises: OSError (no process, or no file).
+        before. Raises: OSError (the process or a file cannot be created).
         """
         self._directories = tuple(os.path.join(directory, "") for directory in directories)
         self._codes: dict[tuple[str, int], CodeType] = {}
@@ -116,7 +116,7 @@ class CompileAhead:
     def take(self, path: str, source: bytes) -> CodeType | None:
         """Return the code of the module at `path`, or None if this `source` has not been compiled yet.
 
-        In the latter case, tell the compiling process to skip the module. After end(), only return None.
+        In the latter case, tell the compiling process to skip the module. After end(), always return None.
         """
         if self._is_ended:
             return None
@@ -183,7 +183,7 @@ class CompileAhead:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from the code that another process has compiled, or else compiles it itself."""
+    """Loads a module from the code that a CompileAhead has compiled, or compiles it if there is none."""
 
     def __init__(self, name: str, path: str, ahead: CompileAhead) -> None:
         super().__init__(name, path)
@@ -219,7 +219,7 @@ def begin() -> None:
 def end() -> None:
     """End the process that begin() has started.
 
-    A process that was forked in the meantime calls this function, too.
+    A process that was forked after begin() calls this function, too.
     """
     while _running:
         _running.pop().end()

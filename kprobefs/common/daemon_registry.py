@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import IO, Any, TextIO
 
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
-"""Environment variable with the path of the runtime directory. If it is set, all others are ignored."""
+"""Environment variable with the path of the runtime directory. If it is set, no other one is used."""
 LOCK_TIMEOUT = 5.0
 """Maximum seconds that a starting daemon waits for a record's lock if no live daemon serves the directory."""
 LOCK_PAUSE = 0.02
@@ -306,7 +306,9 @@ def _age(path: Path) -> float:
 
 
 def runtime_directory() -> Path:
-    """Return the directory of records and logs. If it is missing, create it for its owner only.
+    """Return the directory of records and logs, `daemons` in the runtime directory.
+
+    If it is missing, create it for its owner only.
 
     Raises: CliError (the directory cannot be created, or belongs to another user).
     """
@@ -327,10 +329,10 @@ def runtime_directory() -> Path:
 
 
 def _base_path() -> Path:
-    """Return the runtime directory.
+    """Return the path of the runtime directory, which may be missing.
 
-    It is the one that RUNTIME_DIRECTORY names. Otherwise, it is /run/kprobefs, one in the user's own
-    directories, or one in /tmp.
+    It is the one that the environment variable RUNTIME_DIRECTORY names. Otherwise, it is root's
+    /run/kprobefs, one in the user's own directories, or one in /tmp (see FALLBACK).
 
     Raises: CliError (the environment variable has a relative path).
     """

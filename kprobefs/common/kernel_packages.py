@@ -40,7 +40,7 @@ MINIMUM_SIZE = 1 << 20
 A smaller package contains no kernel, but depends on the package that does.
 """
 KERNELS = "KPROBEFS_KERNELS"
-"""Environment variable with further files and directories of kernels, separated by colons."""
+"""Environment variable with the user's own kernels: paths of files and directories, separated by colons."""
 
 
 def directory() -> Path:
@@ -147,7 +147,10 @@ class _Apt:
         return found
 
     def download(self, package: str, place: Path) -> Path:
-        """Download a package, unless it is in the directory `place`, and return its path."""
+        """Download a package, unless it is in the directory `place`, and return its path.
+
+        Raises: CliError (apt fails).
+        """
         known = self._run("apt-get", "download", "--print-uris", package).split()
         file = known[1] if known[1:] else ""
         if file and (place / file).exists():
@@ -192,9 +195,9 @@ def _archive(name: str) -> str:
 def find(version: str, arch: str = "x86_64") -> Path | None:
     """Return the file of a kernel whose release begins with `version`, or None if there is no such kernel.
 
-    Four sources are searched in this order: $KPROBEFS_KERNELS, the fetched packages, the kernels that were
-    booted and cached, and /boot. The result is the newest such kernel of the first source that has one.
-    Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
+    `arch`: name of the kernel's GuestAbi. Four sources are searched in this order: $KPROBEFS_KERNELS, the
+    fetched packages, the kernels that were booted and cached, and /boot. The result is the newest such kernel
+    of the first source that has one. Raises: CliError (a path in $KPROBEFS_KERNELS cannot be read).
     """
     for files in (_named(), _fetched(), _booted(), _of_host()):
         known = ((_kernel(path), path) for path in files)
@@ -253,7 +256,8 @@ def _booted() -> Iterator[Path]:
 def _kernel(path: Path) -> tuple[str, str]:
     """Return (release, architecture) of the kernel in the file at `path`, according to the file's name.
 
-    Return ("", "") if the file cannot be read, or is neither an image nor a package with a kernel.
+    An image, `vmlinuz-RELEASE`, is assumed to be for the host's architecture. Return ("", "") if an image
+    cannot be read, or if the file is neither an image nor a package with a kernel.
     """
     if path.name.startswith("vmlinuz-"):
         known = path.name.removeprefix("vmlinuz-"), MACHINES.get(os.uname().machine, "")

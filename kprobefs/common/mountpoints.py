@@ -191,7 +191,7 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def conditions(directories: Iterable[str]) -> dict[str, MountState]:
-    """Return a map directory -> state of the kprobefs mount on the directory.
+    """Return a map: directory -> state of the kprobefs mount on the directory.
 
     The check of all mounts takes at most two seconds, unless daemons wait for a CPU.
     """
@@ -358,7 +358,8 @@ def detach(directory: str) -> None:
 def detach_dead(directory: str, device: str) -> None:
     """Unmount a mount whose daemon is gone, and its bind mounts; leave a mount that answers.
 
-    `device`: the mount's device number, or "" if only its directory is known.
+    `directory`: the mount's directory, which is used only if `device` is "". `device`: the mount's device
+    number, by which it and its bind mounts are found; "": unmount only what is mounted on `directory`.
     """
     for point in reversed(our_mounts()):
         if point.device == device if device else point.directory == directory:

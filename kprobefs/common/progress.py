@@ -20,7 +20,11 @@ _INTERVAL = 0.1
 
 
 class Progress:
-    """A progress bar. It is printed only if standard error is a terminal that can move its cursor."""
+    """A progress bar. It is printed only if standard error is a terminal that can move its cursor.
+
+    The constructor's `what` is the text before the bar, and `total` is the amount of all the work, in any
+    unit.
+    """
 
     def __init__(self, what: str, total: int) -> None:
         self._what = what
@@ -37,7 +41,7 @@ class Progress:
         self.end()
 
     def add(self, amount: int) -> None:
-        """Add an amount of finished work, in the units of the constructor's `total`, and update the bar."""
+        """Add an amount of finished work, in the unit of the constructor's `total`, and update the bar."""
         self._done += amount
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL

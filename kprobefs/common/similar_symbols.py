@@ -68,9 +68,9 @@ def _functions(names: Iterable[str], kallsyms: Kallsyms) -> list[str]:
 
 
 def _rank(name: str) -> tuple[bool, int]:
-    """Return a sort key by which names with two leading underscores come first, and then shorter names.
+    """Return a sort key: names with two leading underscores first; within each group, shorter names first.
 
-    Entries of system calls have such names, for example `__x64_sys_read`.
+    Entries of system calls have such underscores, for example `__x64_sys_read`.
     """
     return not name.startswith("__"), len(name)
 

@@ -72,9 +72,9 @@ def start_as_child(
 ) -> int:
     """Start a daemon that ends with its parent; return the daemon's pid when the mount answers.
 
-    When the daemon and its parent have ended, in any order and by any signal, another process calls
-    `on_orphaned`. This process calls `meanwhile` while the daemon starts. `build` builds the served kernel.
-    Raises: CliError (with the daemon's message).
+    `build` builds the served kernel. The calling process calls `meanwhile` while the daemon starts. When the
+    daemon and its parent have ended, in any order and by any signal, a third process (that of UnmountWatcher)
+    calls `on_orphaned`. Raises: CliError (with the daemon's message).
     """
     start = DaemonStart(options, build, None)
     parent = os.getpid()
@@ -117,7 +117,7 @@ class DaemonStart:
     def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
         """Check /proc and the log, and open the pipe, before the fork.
 
-        `log_file`: path of the log; None: a file in the runtime directory.
+        `build` builds the served kernel. `log_file`: path of the log; None: a file in the runtime directory.
         Raises: CliError (see check_proc() and check_log()).
         """
         self._options = options
@@ -151,7 +151,8 @@ class DaemonStart:
     def serve(self, orphaned: Orphaned | None = None) -> NoReturn:
         """Serve the mount, and end the process; the daemon calls this method.
 
-        `orphaned`: clean-up that another process does when the daemon and its parent have ended; None: none.
+        `orphaned`: clean-up that UnmountWatcher's process does when the daemon and its parent have ended, or
+        None.
         """
         status = ExitStatus.FAILURE
         # Hazard: this is a forked copy of the caller. No exception may unwind into the caller's frames.

@@ -76,9 +76,9 @@ class KernelFiles(TreeFiles):
             raise host_error(error) from error
 
     def configured_events(self, directory: str) -> Iterator[str]:
-        """Yield the events of a trace array that may have filters or triggers; see Files.configured_events.
+        """Yield group/name of each event that may have a filter, triggers or soft mode in a trace array.
 
-        `directory`: directory of the trace array.
+        `directory`: directory of the trace array; see Files.configured_events.
         """
         name = directory.partition("instances/")[2].rstrip("/")
         arrays = self._kernel.trace_arrays
@@ -107,8 +107,8 @@ class RebootableKernel:
         """Boot the first kernel, and restore what an earlier daemon has saved in `state`.
 
         `state`: None if nothing is saved. `layout`, `owner`: directories and owner of the mount's files.
-        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises:
-        OSError (the error of Kernel).
+        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises: as
+        Kernel.
         """
         self._watch = watch
         self._layout = layout

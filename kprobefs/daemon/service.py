@@ -76,7 +76,7 @@ class StartUp:
         return self._applying is None or time.monotonic() > self._deadline
 
     def seconds_left(self) -> float:
-        """Return the number of seconds until the timeout; 0 if the timeout has passed."""
+        """Return the number of seconds until APPLY_TIMEOUT has passed; 0 if it has."""
         return max(0, self._deadline - time.monotonic())
 
     def _read(self) -> None:

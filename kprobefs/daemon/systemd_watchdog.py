@@ -87,7 +87,10 @@ class ServiceWatchdog:
         os.close(self._start)
 
     def answer(self) -> str:
-        """Return the latest state of the mount that the child has reported, or "" if the child has ended."""
+        """Return the latest state of the mount that the child has reported, or "" if the child has ended.
+
+        If there is no report since the previous call, wait for the next one.
+        """
         reports = os.read(self.descriptor, PIPE_SIZE).decode("ascii", "replace").split()
         return reports[-1] if reports else ""
 

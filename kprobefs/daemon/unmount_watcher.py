@@ -59,7 +59,7 @@ class UnmountWatcher:
         os.close(daemon)
 
     def leave(self, device: str) -> None:
-        """Send the mount's device number to the child, which then leaves the caller's session.
+        """Send the mount's device number to the child, which then starts a session of its own (setsid(2)).
 
         Call this when the mount exists. `device`: the device number, as major:minor.
         """

@@ -96,9 +96,9 @@ class Loader:
                 return failed
 
     def steps(self, lines: Sequence[Line]) -> Generator[None, None, list[str]]:
-        """Apply all lines in steps: yield after LINES_PER_STEP lines.
+        """Apply all lines in steps of LINES_PER_STEP lines, and yield after each step.
 
-        Return a message for each failed line.
+        Return a message for each line that failed.
         """
         applied = 0
         failed: list[str] = []
@@ -182,7 +182,7 @@ class Loader:
             raise DefinitionError(f"{refused}; the old definition was removed", refused.cursor) from None
 
     def _try(self, text: str, event: str) -> None:
-        """Test the definition `text` of an event under another name, which is then removed.
+        """Test the definition `text` of `event`: define another event by it, and remove that event again.
 
         If there is no space for another event, return without a test. Raises: DefinitionError (the kernel
         refuses the definition).
@@ -267,9 +267,10 @@ class Loader:
             known.written(value)
 
     def _check_mode(self, name: str) -> None:
-        """Check that a file can be written, before it is read, because a read of a pipe may block for ever.
+        """Check that a file is regular and writable; call this before reading it.
 
-        Raises: DefinitionError.
+        A read of another file, such as a pipe, may block for ever. Raises: DefinitionError (the file is not
+        regular or not writable).
         """
         try:
             mode = self._files.mode(self._path(name))
@@ -280,7 +281,10 @@ class Loader:
             raise DefinitionError("not a setting")
 
     def _make(self, instance: str) -> None:
-        """Create the instance if it does not exist, and remember its current error_log."""
+        """Create an instance if it does not exist, and remember its current error_log.
+
+        `instance`: path of the instance, as instances/NAME.
+        """
         log = f"{instance}/"
         if log in self._error_logs:
             return
@@ -338,10 +342,10 @@ class Loader:
             raise DefinitionError(f"{name}: {error.strerror}") from None
 
     def _write(self, name: str, value: str, column: int | None) -> None:
-        """Write a line to a file.
+        """Write `value` and a newline to the file `name`.
 
-        `column`: index of `value` in the line that is applied, or None if the line does not contain it.
-        Raises: DefinitionError (with the message of the error_log).
+        `column`: index of `value` in the line that is applied, or None if that line does not contain `value`.
+        Raises: DefinitionError (the write failed; the message includes that of the error_log).
         """
         write = self._files.define if name == DYNAMIC_EVENTS else self._files.write
         try:
@@ -449,7 +453,7 @@ class _ExistingTriggers:
                 self._listed.setdefault(key, []).append(trigger)
 
     def has(self, text: str) -> bool:
-        """Return True if the trigger file has listed the trigger that the line `text` sets."""
+        """Return True if the trigger file has listed the trigger that the command `text` sets."""
         wanted = _Trigger(text)
         return any(each.covers(wanted) for each in self._listed.get(wanted.key(), ()))
 
@@ -467,7 +471,7 @@ class _ExistingTriggers:
 
 
 class _Trigger:
-    """The parts of a line that shows or sets a trigger."""
+    """The parts of a trigger, from a line of a trigger file or from a command that sets the trigger."""
 
     def __init__(self, text: str) -> None:
         without_limit = re.sub(r"^([a-z_:\w]+?):\d+(?= |$)", r"\1", text)
@@ -479,7 +483,7 @@ class _Trigger:
         """Return a tuple that is equal for a trigger and each trigger that covers it.
 
         `is_named`: include the name of a histogram. If False, leave the name out, to find the histogram for a
-        line that names none.
+        command that gives no name.
         """
         if not self._is_hist:
             return (self._head, self._condition)
@@ -487,7 +491,7 @@ class _Trigger:
         return (self._condition, *sorted(part for part in self._parts if part.startswith(prefixes)))
 
     def covers(self, wanted: _Trigger) -> bool:
-        """Return True if this trigger, as the kernel shows it, is the one that the line `wanted` sets.
+        """Return True if this trigger, as the kernel shows it, is the one that the command `wanted` sets.
 
         The kernel also shows parameters that were not written, and the remaining count. The comparison
         ignores both.

@@ -262,9 +262,11 @@ def _is_default(word: str) -> bool:
 def _single_probes(
     files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeSwitches] | None
 ) -> Iterator[str]:
-    """Yield lines that set a probe's switches, if they differ from the switches of the probe's event.
+    """Yield lines that switch the probes of single events, where the lines for the events are not enough.
 
-    These lines come after the switches of events, because switching an event switches its probes.
+    A line sets `enabled` if the probes' state differs from the event's. Another sets `optimized` if users
+    have written to that file. These lines come after the switches of events, because switching an event
+    switches its probes. `probes`: see saved_in_steps().
     """
     arrays = [*arrays]
     enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}

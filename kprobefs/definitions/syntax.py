@@ -191,7 +191,7 @@ def refused_path(path: str) -> str:
 
 
 def is_trigger(text: str) -> bool:
-    """Return True if a line sets a trigger."""
+    """Return True if a line of a definition file writes to a trigger file."""
     setting = SETTING.match(text)
     return setting is not None and setting["file"].endswith("/trigger")
 
@@ -199,7 +199,8 @@ def is_trigger(text: str) -> bool:
 def saved_words(name: str, text: str) -> list[str]:
     """Return the words that must be written to the list file `name` so that it shows `text`.
 
-    The words have their original order.
+    Words with a colon come last, in the order in which they were written, because the kernel shows them in
+    reverse order.
     """
     words: dict[str, str] = {}
     for line in text.splitlines():
@@ -243,7 +244,10 @@ def chosen_word(value: str) -> str:
 
 
 def saved_triggers(text: str) -> list[str]:
-    """Return the commands that set the triggers in the text of a trigger file, in their original order."""
+    """Return the commands that set the triggers in the text of a trigger file; those of histograms come last.
+
+    Otherwise, the commands are in the order in which the triggers were set.
+    """
     found: list[str] = []
     for line in text.split("\n"):
         # The filter of a trigger may contain newlines.

@@ -125,8 +125,8 @@ class KnownNodes:
     def __init__(self, names: Names, *, may_last: bool) -> None:
         """Start with only the node of the root.
 
-        `may_last`: whether names may get a validity. Even if True, the host's kernel must be able to expire
-        them.
+        `may_last`: whether names may get a validity. Even if True, they get one only if the host's kernel can
+        expire names.
 
         `names`: the mount, which answers questions about paths.
         """
@@ -134,7 +134,7 @@ class KnownNodes:
         self.device = -1
         """Descriptor of /dev/fuse."""
         self._lock = threading.Lock()
-        """Lock around each change of the maps, and around sending a reply to a LOOKUP.
+        """Lock around each change of this object's maps, and around sending a reply to a LOOKUP.
 
         So a FORGET of a node waits until the maps are changed and the reply to the node's LOOKUP is sent.
         """
@@ -146,7 +146,7 @@ class KnownNodes:
         """Node id -> number of LOOKUPs that answer() has answered and that no FORGET has included yet."""
         self._are_allowed = may_last
         self.removed: set[int] = set()
-        """Ids of nodes that remove() has dropped, and for which no FORGET has come yet."""
+        """Ids of nodes that remove() has dropped, and for which no LOOKUP or FORGET has come since."""
         self.lets_names_last = False
         """Whether names of control files may get a validity.
 
@@ -190,7 +190,7 @@ class KnownNodes:
     def learn(
         self, reply: bytearray, directory: int, name: bytes, path: str, ends: int, may_last: bool
     ) -> None:
-        """Send libfuse's reply to the LOOKUP of a control file, and record the node in it.
+        """Send libfuse's reply to the LOOKUP of a control file, and record the node that the reply contains.
 
         A reply with an error is only sent.
 
@@ -235,11 +235,13 @@ class KnownNodes:
     ) -> bool:
         """Reply to a LOOKUP that has found `node`, and return True.
 
-        If a FORGET has removed the node meanwhile, send nothing and return False. `unique` is the id of the
-        request. `directory` is the node id of the directory in which `name` was looked up. `attributes` is a
-        struct fuse_attr, valid for `validity` nanoseconds. `ends` is the number of calls of end_names() when
-        the request came. If there were further calls since then, the name gets no validity. If the file
-        system allows a validity for the name, the attributes get no validity.
+        If a FORGET has removed the node meanwhile, send nothing and return False.
+
+        `unique` is the id of the request. `directory` is the node id of the directory in which `name` was
+        looked up. `attributes` is a struct fuse_attr. `validity` is the attributes' validity in nanoseconds,
+        which is used only if the file system allows no validity for the name. Otherwise, the attributes get
+        none. `ends` is the number of calls of end_names() when the request came. If there were further calls
+        since then, the name gets no validity.
         """
         key = (directory, name)
         lasts = self._may_last(node.path)

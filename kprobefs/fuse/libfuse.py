@@ -216,9 +216,9 @@ def guarded(operations: Any, func: Callable[..., T], *args: object) -> T | int:
 
     Replaces: FUSE._wrapper, which answers an unexpected exception with EINVAL, and passes on any errno. It
     also lets SystemExit reach libfuse, which then sends a garbage reply.
-    Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes); a reply for an errno
-    above MAX_ERRNO, after which the client would hang (test_an_errno_of_the_kernels_own_is_an_answer); and
-    ENOMEM if the host has no memory (test_operations.py:test_no_memory_is_an_answer_and_no_fault).
+    Needed for: EIO for internal faults (test_session_loop.py:test_reads_and_closes); a smaller errno in place
+    of one above MAX_ERRNO, with which the client would hang (test_an_errno_of_the_kernels_own_is_an_answer);
+    and ENOMEM if the host has no memory (test_operations.py:test_no_memory_is_an_answer_and_no_fault).
     """
     try:
         try:

@@ -107,7 +107,10 @@ class Server:
         self._options = options
         self._mount = mount
         self._checks_modes = bool(os.geteuid()) or options.allow_other
-        """Whether the host's kernel checks the modes of files."""
+        """Whether the host's kernel checks the modes of files.
+
+        False if only root may use the mount, because modes restrict no access of root.
+        """
         self._lock = mount.lock
         self._stopping = threading.Event()
         validity = 0 if options.is_ordered else ATTRIBUTES_VALIDITY
@@ -393,7 +396,7 @@ class _Operations:
         return self._mount.fgetattr(handle, partial(_cached_client, pid, uid, gid))
 
     def open_at_once(self, uid: int, gid: int, pid: int, path: str, flags: int) -> tuple[int, bool]:
-        """Open a file for SessionLoop; return (handle, whether the file is a stream).
+        """Open a file for SessionLoop; return (handle, whether the file is a stream, which cannot seek).
 
         The parameters are those of AtOnce.open.
         """

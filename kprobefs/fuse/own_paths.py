@@ -101,8 +101,8 @@ class OwnPaths:
     def changing(self, opcode: int, directory: int, name: bytes) -> Iterator[None]:
         """Drop the paths that a request may change, and record no path during the `with` block.
 
-        The `with` block executes the request. `opcode`: opcode of the request. `name`: the name that the
-        request removes from `directory`.
+        The `with` block executes the request. `opcode`: opcode of the request. `directory` and `name`: node
+        id of a directory, and the name that the request removes from it.
         """
         with self._lock:
             self._changing += 1

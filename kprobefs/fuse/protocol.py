@@ -76,7 +76,7 @@ FUSE_INIT_EXT = 1 << 30
 FUSE_HAS_EXPIRE_ONLY = 1 << 3
 """Bit of `flags2` that is set if the host's kernel knows FUSE_EXPIRE_ONLY."""
 FUSE_MAX_PAGES = 1 << 22
-"""Bit of `flags` since Linux 4.20: the reply may have `max_pages`, the maximum pages of a request."""
+"""Bit of `flags` since Linux 4.20: the reply may limit the pages of a request by `max_pages`."""
 INIT_OUT_FLAGS = struct.Struct("=I")
 INIT_OUT_FLAGS_OFFSET = 28
 """Offset of fuse_init_out.flags in a reply."""
@@ -115,8 +115,8 @@ ATTR_OUT = struct.Struct("=QI4x")
 ATTR = struct.Struct("=6Q9I4x")
 """Layout of struct fuse_attr.
 
-Its fields are ino, size, blocks, the seconds and then the nanoseconds of atime, mtime and ctime, mode, nlink,
-uid, gid, rdev, blksize.
+Its fields are ino, size, blocks, atime, mtime, ctime, atimensec, mtimensec, ctimensec, mode, nlink, uid, gid,
+rdev, blksize.
 """
 GETATTR_IN = struct.Struct("=I4xQ")
 """Layout of struct fuse_getattr_in: getattr_flags, fh."""

@@ -89,11 +89,11 @@ class ReadTurns:
             self._wake.set()
 
     def _is_vacant(self) -> bool:
-        """Return True if the successor takes the turn now.
+        """Return True if the successor takes the turn now; if False, call this again.
 
-        That is so if the turn is free, if all threads read, or if the thread with the turn is busy with one
-        request for BUSY seconds. Otherwise, wait BUSY seconds, and then for the next request if none has
-        arrived. Then return False.
+        If the turn is free or if all threads read, return True at once. Otherwise, wait BUSY seconds, and
+        return True if the thread with the turn was busy with one request all this time. If that thread has
+        received no request meanwhile, wait for its next one. Then return False.
         """
         self._wake.clear()
         reader = self.reader

@@ -108,9 +108,9 @@ class ReplyChannels:
         """Make the channels of `session`, which is the address of a struct fuse_session.
 
         If `walks` is None, only the reply to INIT is changed. Otherwise, `walks` is called before libfuse
-        looks up one of `lasting`. `walks` must record that libfuse, and no client, requests the next
-        attributes. `lasting` and `clients_own`: names of directories in the root; see the class. `nodes`
-        records the nodes of control files. If `nodes` is None, no node is recorded.
+        looks up one of `lasting`. `walks` must record that the guest must not repeat this thread's next
+        getattr as a client's system call. `lasting` and `clients_own`: names of directories in the root; see
+        the class. `nodes` records the nodes of control files. If `nodes` is None, no node is recorded.
         """
         self.channel: int = library.fuse_session_next_chan(session, None)
         """The session's own channel, through which replies are sent unchanged."""
@@ -129,9 +129,9 @@ class ReplyChannels:
         self._own_nodes: set[int] = set()
         """Node ids of the directories `clients_own` and of the directories below them."""
         self.own_paths = OwnPaths()
-        """Node id -> path, for nodes that libfuse need not open: directories `clients_own`, and nodes below.
+        """Paths of files below the directories `clients_own`, with which SessionLoop itself opens the files.
 
-        The nodes are directories, and regular files that had one link when they were looked up. A path whose
+        The files are directories, and regular files that had one link when they were looked up. A path whose
         name may have changed is dropped.
         """
         self._linked_nodes: set[int] = set()
@@ -139,7 +139,7 @@ class ReplyChannels:
         self._rename_window_end = 0.0
         """Monotonic time until which a request may be for a file that a rename(2) has replaced."""
         self._callbacks: list[_ChannelOperations] = []
-        """C callbacks of the other channels.
+        """C callbacks of the channels that _changed_by() has made.
 
         The list keeps these objects alive as long as libfuse may call them.
         """
@@ -231,10 +231,7 @@ class ReplyChannels:
         return self._nodes is not None and node in self._nodes.removed
 
     def is_lasting(self, node: int) -> bool:
-        """Return True if the node id `node` is that of a directory that exists as long as the mount.
-
-        Return False for the directories `clients_own`, although they exist as long as the mount, too.
-        """
+        """Return True if `node` is the node id of a directory in `lasting` that is not in `clients_own`."""
         return node in self._lasting_nodes
 
     def _forget(self, node: int) -> None:
@@ -282,10 +279,10 @@ class ReplyChannels:
         return made or self.channel
 
     def _let_directory_last(self, reply: bytearray) -> None:
-        """Let the name of a looked-up directory stay valid, but not its attributes.
+        """In a reply to LOOKUP, give a directory's name a validity of VALIDITY seconds, its attributes none.
 
-        The attributes in a reply to GETATTR do not stay valid, either. So each stat(2) is still a request.
-        The directory's node id is recorded. The reply to a LOOKUP of another file stays unchanged.
+        Also record the directory's node id. A reply to the LOOKUP of another file stays unchanged. In a reply
+        to GETATTR, the attributes do not stay valid, either. So each stat(2) is still a request.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)
@@ -304,7 +301,7 @@ class ReplyChannels:
         _look_up_again(reply)
 
     def _let_name_last(self, reply: bytearray) -> None:
-        """Give the name in a reply a validity, because only clients change the name.
+        """In a reply to LOOKUP, give the name a validity, because only clients change the name.
 
         The name of a file with several links gets no validity. Record the path of any other file in
         `own_paths`, and the node id of a directory in `_own_nodes`.

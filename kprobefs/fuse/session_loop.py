@@ -79,9 +79,9 @@ class _LoopState:
         self._request = request
         self._stat = f"/proc/self/task/{threading.get_native_id()}/stat"
         self.interrupted = 0
-        """The field `unique` of the last request that was interrupted.
+        """The field `unique` of the thread's last request that was interrupted; 0 if there is none.
 
-        The signal may be one that only stops the client.
+        The INTERRUPT may come from a signal that only stops the client.
         """
 
     @property
@@ -137,7 +137,7 @@ class _LoopState:
         return self._opcode == FUSE_RELEASE
 
     def may_be_releasing(self) -> bool:
-        """Return True if the thread may be answering a RELEASE that left the queue before this call.
+        """Return True if the thread may be answering a RELEASE that left /dev/fuse's queue before this call.
 
         Hazard: the host's kernel takes a request out of the queue before it copies the request to the
         thread's buffer. So a thread whose buffer has no request may still have taken one, unless the thread
@@ -178,7 +178,7 @@ class AtOnce(NamedTuple):
     open: Callable[[int, int, int, str, int], tuple[int, bool] | int]
     """Opens a file, given the client's uid, gid and pid, path and flags.
 
-    Returns (handle fh, whether the file is a stream).
+    Returns (handle fh, whether the file is a stream, which cannot seek).
     """
     write: Callable[[int, int, int, int, int, int, memoryview], int | None]
     """Writes to an open file, given the client's uid, gid and pid, fh, offset in bytes, flags and data.
@@ -257,8 +257,9 @@ class SessionLoop:
         }
         """Opcode -> function that tries to reply to a request without libfuse.
 
-        The function returns the data of the reply, or -errno for a reply with an error. It returns _DONE if
-        no reply is left to send, and None if libfuse has to reply.
+        The arguments are the known nodes, the buffer that contains the request, and the request's size in
+        bytes. The function returns the data of the reply, or -errno for a reply with an error. It returns
+        _DONE if no reply is left to send, and None if libfuse has to reply.
         """
 
     def run(self) -> int:
@@ -500,7 +501,10 @@ class SessionLoop:
         return False
 
     def _release_postponed(self, state: _LoopState) -> None:
-        """Release the handle of the WRITE that the calling thread executed, if the release was postponed."""
+        """Release the handle of the WRITE that the calling thread executed, if the release was postponed.
+
+        `state`: the thread's state, which is cleared.
+        """
         unique = state.unique
         state.clear()
         handle = self._postponed.pop(unique, None)
@@ -509,7 +513,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget(nodes: KnownNodes, request: bytearray, _size: int) -> bytes | int | None:
-        """Pass a FORGET to `nodes`, and reduce its count to the LOOKUPs to which libfuse has replied.
+        """Pass a FORGET to `nodes`; reduce its count to the number of LOOKUPs that libfuse has answered.
 
         Return _DONE if the count is then 0; otherwise None, after which libfuse handles the request.
         """
@@ -521,7 +525,7 @@ class SessionLoop:
 
     @staticmethod
     def _forget_batch(nodes: KnownNodes, request: bytearray, size: int) -> None:
-        """Pass a BATCH_FORGET to `nodes`; reduce its counts to the LOOKUPs that libfuse has answered."""
+        """Pass a BATCH_FORGET to `nodes`; reduce each count to the LOOKUPs that libfuse has answered."""
         for at in range(FORGET_ONE_OFFSET, size, FORGET_ONE.size):
             number, count = FORGET_ONE.unpack_from(request, at)
             FORGET_ONE.pack_into(request, at, number, nodes.forget(number, count))
@@ -550,9 +554,10 @@ class SessionLoop:
                 sleep(RELEASE_PAUSE)
 
     def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
-        """Reply ENOMEM to the latest request, unless a reply was sent already.
+        """Reply ENOMEM to the calling thread's latest request, unless a reply was sent already.
 
-        `refusal`: parts of this reply. Without a reply, the client could not even be killed.
+        `refusal`: (_NO_MEMORY, field `unique` of the request), which form this reply. Without a reply, the
+        client could not even be killed.
         """
         while True:
             try:

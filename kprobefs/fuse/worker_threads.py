@@ -103,8 +103,8 @@ class WorkerThreads:
     def waiting(self) -> Iterator[None]:
         """If possible, make another thread read requests while the calling thread waits for a lock.
 
-        Only threads of this pool get a replacement, and at most MAX_WAITING at once, because a replacement
-        goes on reading requests after the wait.
+        Only threads of this pool get a replacement, and at most MAX_WAITING of them at once: after the wait,
+        a replacement goes on reading requests as an additional thread.
         """
         with ExitStack() as stack:
             if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):

@@ -129,7 +129,8 @@ class HitFigure:
     net: tuple[float, ...]
     """Nanoseconds that the probe adds to a call, one sample per round.
 
-    They are compared with the median of the unprobed rounds before and after.
+    A sample is the time of a call in a round with the probe, minus the median of the rounds without it, which
+    are made before and after.
     """
     traps: float
     """Number of breakpoints and debug traps per hit."""
@@ -238,7 +239,11 @@ def built(mode: str, profile: str | None) -> Profile:
 
 
 def cases(arch: str, profile: str | None = None) -> list[HitCase]:
-    """Return the cases of `bench hit` that are measured on an architecture."""
+    """Return the cases of `bench hit` on an architecture: each kind of handler in each mode.
+
+    `profile`: name of a preset, to measure only its modes; None: measure all modes that the architecture
+    supports.
+    """
     return [HitCase(probe, mode, arch, profile) for probe in HANDLERS for mode in modes(arch, profile)]
 
 
@@ -273,7 +278,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
 
 
 def _counts(kernel: Kernel, placed: MeasuredProbe) -> tuple[float, float]:
-    """Enable a disabled probe; return what it adds to each call: (traps, guest instructions)."""
+    """Enable a disabled probe; return (traps per call, guest instructions that the probe adds to a call)."""
     run = caller(kernel, _COUNTED)
     executed = kernel.machine.count_instructions()
 

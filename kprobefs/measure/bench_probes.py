@@ -58,7 +58,10 @@ class ManyProbes:
 
 
 def probes(arch: str, count: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
-    """Measure `count` probes, and print the result as lines or JSON."""
+    """Measure `count` probes, and print the result as lines or JSON.
+
+    The other parameters are those of many_probes().
+    """
     found = many_probes(arch, count, rounds, profile)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))

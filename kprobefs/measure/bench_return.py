@@ -52,14 +52,15 @@ FPROBES = (FPROBE, FPROBE_REGS)
 HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=RegisterSaving.ALL)}
 """Mode -> profile with which a kernel takes hits in this mode.
 
-The hooks are a kretprobe in each of its modes, and an fprobe's exit handler with ftrace_regs or pt_regs.
+In the modes of MODES, a kretprobe hooks the returns. In the other two, an fprobe does; its exit handler gets
+ftrace_regs or pt_regs.
 """
 HOOKED_MEANINGS = {
     **MEANINGS,
     FPROBE: "a call at the entry; an fprobe's exit handler gets ftrace_regs",
     FPROBE_REGS: "a call at the entry; an fprobe's exit handler gets pt_regs",
 }
-"""Mode -> text that says how the entry of a hooked function is taken."""
+"""Mode -> text that says how a hit at the entry of the hooked function is taken."""
 BY_FENTRY = (FTRACE, *FPROBES)
 SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 NEEDS_FENTRY = "unified"

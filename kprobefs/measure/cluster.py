@@ -93,8 +93,8 @@ def _call(
     """Call `function` with `arguments` on a worker.
 
     Return (True, pickled result), or (False, text about the failure). `code`: digest that `packages` must
-    have on the worker. No exception is sent: the client would wait forever for an exception that cannot be
-    unpickled.
+    have on the worker. No exception is sent: the process that asked for the call would wait forever for an
+    exception that cannot be unpickled.
     """
     host = socket.gethostname()
     try:

@@ -57,7 +57,9 @@ def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _
 
 @contextmanager
 def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_CpuContext]]:
-    """Yield the contexts of the CPUs, each of which is about to call the function at `address`.
+    """Yield a list with the context of each of the first `cpus` CPUs.
+
+    Each of these CPUs is about to call the function at `address`.
 
     At the end of the `with` block, restore the guest's state.
     """

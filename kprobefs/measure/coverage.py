@@ -79,7 +79,7 @@ class Coverage:
 
     @cached_property
     def tactics(self) -> Counter[Tactic]:
-        """Return a map tactic -> number of instructions whose jump needs the tactic, perhaps with others."""
+        """Return a map tactic -> number of instructions whose jump needs the tactic, alone or with others."""
         found: Counter[Tactic] = Counter()
         for reason, number in self.total.items():
             if isinstance(reason, tuple):
@@ -188,7 +188,10 @@ def coverage(
 
 
 Run = Callable[[list[int]], Iterable[tuple[int, Any]]]
-"""Function that counts pieces, given their numbers. It yields (number, encoded counts) in any order."""
+"""Function that counts pieces (groups of functions), given their numbers; see FunctionCounter.count_piece().
+
+It yields (number of a piece, its encoded counts) in any order.
+"""
 
 
 class FunctionCounter:
@@ -227,7 +230,7 @@ class FunctionCounter:
         return cls(judges, is_local=strategy is None)
 
     def counting(self, symbol: Symbol) -> list[Counting]:
-        """Return the counts of a function in each kernel."""
+        """Return the counts of one function, for each kernel in the order of the group."""
         seen: dict[bytes, Counting] = {}
         found = []
         for judge in self.judges:
@@ -249,8 +252,8 @@ class FunctionCounter:
     ) -> Iterator[list[Counting]]:
         """Yield, for each function in order, its counts in each kernel.
 
-        `run` counts pieces. `progress`: bar that shows the finished pieces, or None. `file`: results file
-        whose pieces are not counted again, or None.
+        `run` counts pieces, which are groups of functions; see count_piece(). `progress`: bar that shows the
+        finished pieces, or None. `file`: results file whose pieces are not counted again, or None.
         Raises: CliError (a process has ended, the cluster fails, the file has wrong counts).
         """
         found: dict[int, list[list[Counting]]] = {}
@@ -291,7 +294,7 @@ class FunctionCounter:
         return _encoded([self.counting(symbol) for symbol in self._pieces[number]])
 
     def in_processes(self, jobs: int) -> Run:
-        """Return a function that counts pieces in forked processes, or in this process if `jobs` is 1."""
+        """Return a Run that counts pieces in `jobs` forked processes, or in this process if `jobs` is 1."""
 
         def run(numbers: list[int]) -> Iterator[tuple[int, Any]]:
             if jobs < 2 or len(numbers) < 2:
@@ -304,7 +307,7 @@ class FunctionCounter:
         return run
 
     def on_cluster(self, scheduler: str, names: _Names) -> Run:
-        """Return a function that counts pieces on a Dask cluster, whose workers read the same kernels.
+        """Return a Run that counts pieces on a Dask cluster, whose workers read the same kernels.
 
         `scheduler`: address of the cluster's scheduler. `names`: arguments from which a worker makes its
         counter.
@@ -350,7 +353,7 @@ def _count_number(number: int) -> Any:
 _Names = tuple[Source, str | None, str | None]
 """Arguments from which a worker makes its counter: source of the kernels, profile's name, and strategy."""
 _counters: dict[_Names, FunctionCounter] = {}
-"""Arguments -> counter of this worker of a cluster. Only the last counter is kept."""
+"""Arguments -> counter that this worker of a cluster has made from them. Only the last one is kept."""
 _one_at_a_time = Lock()
 """Lock around _counters and the use of a counter, because a worker has several threads."""
 
@@ -383,7 +386,10 @@ _TACTIC = "+"
 
 
 def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
-    """Return counts as lists and dictionaries for JSON, which _decoded() reads."""
+    """Return the counts of a piece as lists and dictionaries for JSON, which _decoded() reads.
+
+    `piece`: for each function of the piece, its counts in each kernel.
+    """
     return [
         [
             [{_name(reason): n for reason, n in one.reasons.items()}, one.pairs, round(one.seconds, 6)]

@@ -133,8 +133,9 @@ class Subject:
     def refused_sites(self) -> frozenset[int]:
         """Addresses that a RISC-V kernel's own kprobes refuse, because ftrace changes their instructions.
 
-        Such an instruction is the first of an ftrace site, or since v6.16 the second, which alone is then
-        changed. The set is empty on other architectures, and if the kernel's kprobes use ftrace.
+        Before v6.16, this is the first instruction of an ftrace site. Since v6.16, it is the second one, the
+        only one that ftrace then changes. The set is empty on other architectures, and if the kernel's
+        kprobes use ftrace.
         Mirrors: kernel/kprobes.c:check_ftrace_location (v6.12), arch/riscv/kernel/ftrace.c:ftrace_call_adjust
         (v6.16).
         """
@@ -214,8 +215,8 @@ def booted_kernel(source: str, cpu: str) -> tuple[LinuxKernel, CpuReport]:
 def modules_on_cpu(source: str, cpu: str, contents: Iterable[bytes]) -> Sequence[Module]:
     """Return modules as a distribution's kernel has them after it has loaded them on the CPU of option --cpu.
 
-    `contents`: contents of the modules' files, in the order of loading. Leave out a module that the kernel
-    cannot load there. `source` and `cpu`: see booted_kernel().
+    `contents`: contents of the modules' files, in the order of loading. The result lacks the modules that the
+    kernel cannot load there. `source` and `cpu`: see booted_kernel().
 
     Raises: CliError (no such CPU), KernelError (the emulator cannot run the kernel), OSError (the kernel's
     file).

@@ -14,7 +14,7 @@ The later times are left out, because they are parts of earlier ones.
 
 
 class HostLoad:
-    """The load average of the host, and the CPU time stolen from it, since the object was created."""
+    """The host's load average at the object's creation and now, and the CPU time stolen in between."""
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]

@@ -48,7 +48,7 @@ class ResultsFile:
         self._file.close()
 
     def results(self, key: str) -> dict[int, Any]:
-        """Return a map number -> result, for each finished part of the analysis `key`."""
+        """Return a map: number of a finished part of the analysis `key` -> result of the part."""
         return dict(self._results.get(key, {}))
 
     def add(self, key: str, number: int, result: object) -> None:

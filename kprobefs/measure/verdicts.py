@@ -107,9 +107,10 @@ def own_profile(profile: Profile, kernel: LinuxKernel) -> Profile:
 
 
 def profile_text(name: str, tables: ProbedTables) -> str:
-    """Return the name of a profile for output, and the option --profile if a mount needs it for the profile.
+    """Return the text that shows a profile's name in the output.
 
-    A mount of kprobefs's own kernel for RISC-V has no jumps without the option.
+    For a RISC-V profile and a kernel of kprobefs's own, the text also says that a mount needs --profile NAME.
+    Without the option, such a mount has no jumps.
     """
     if name in RISCV_PROFILES and isinstance(tables, KernelImage):
         return f"{name} (a mount needs --profile {name} for it)"
@@ -146,8 +147,9 @@ class Judge:
     def with_strategy(self, name: str) -> Judge:
         """Return a judge of the same subject with the optimization policy `name`.
 
-        The judge is cached, because building its index of references takes time. Raises: KernelError (no such
-        strategy).
+        The judge is cached, because building its index of references takes time.
+
+        Raises: KernelError (no such policy, or the profile has no optimizer).
         """
         found = self._others.get(name)
         if found is None:
@@ -220,7 +222,7 @@ class Judge:
         return found
 
     def verdict(self, where: Location) -> Verdict:
-        """Return the verdict on a probe for any address, which may be inside an instruction."""
+        """Return the verdict on a probe at `where`, which may be inside an instruction."""
         where = self.place(where)
         addr = where.symbol.address + where.offset
         checker = self.checker

@@ -112,7 +112,10 @@ class Answer:
     reads: list[Read] = field(default_factory=list)
     """One Read for each fetch argument that starts from a known parameter or the result, in their order."""
     unloaded: str = ""
-    """Outcome while the modules that the lines name are not loaded; "" if it equals `outcome`."""
+    """Outcome while the modules of the file's places (MODULE:SYMBOL) are not loaded.
+
+    "" if it equals `outcome`.
+    """
     extended: str | None = None
     """Outcome under the policy PlannedKernel.strategy; None if there is no such policy or no probe."""
     extended_reason: str = ""

@@ -200,8 +200,9 @@ class _Walk:
         The warning says that no member begins there. `pointers`: the types that the pointer may have, more
         than one if the pointer is in a union. If a type is unknown, the result is no members and None.
         `reads_byte`: only one byte is read. If this is a byte of a big-endian number, the result is no
-        members and None, because reading any byte of such a number is sensible. Also append the names of what
-        is found to `self.members`.
+        members and None, because reading any byte of such a number is sensible.
+
+        If a member or such a byte is found, also append the set of their names to self.members.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]
@@ -227,10 +228,10 @@ class _Walk:
         return (), ("no-member", self._no_member(targets[0] or 0, offset, found))
 
     def _element(self, target: int, offset: int) -> ScalarMember | None:
-        """Return the element that is `offset` bytes after a pointer to the type `target`; None if unknown.
+        """Return the element that contains the byte at `offset` in an array of the type `target`, or None.
 
-        Only pointers, enums, and numbers of at least two bytes are known: a pointer to characters or to a
-        buffer leads to data of any kind.
+        Return None unless the type is a pointer, an enum, or an integer, and has at least two bytes: a
+        pointer to characters or to a buffer leads to data of any kind.
         """
         size = size_of(self._btf, target)
         is_known = self._btf.kind(self._btf.resolve(target)) in (Kind.PTR, Kind.INT, Kind.ENUM, Kind.ENUM64)

@@ -11,7 +11,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
 _CHANGED = lazy_pattern(r"\.(?:isra|constprop|part|cold)\b")
-"""Pattern for the suffix of a function that the compiler made from one of the source."""
+"""Pattern for the suffix in the name of a function that the compiler made from one of the source."""
 _HALF = 4
 """Size in bytes of the lower half of a 64-bit register."""
 
@@ -35,8 +35,9 @@ class Argument:
 def changed_parameters(function: str) -> str:
     """Return the reason why a function's parameters may differ from the source; "" if there is no reason.
 
-    Only a function that GCC made from another one has a reason. GCC names it NAME.isra.0, NAME.constprop.0 or
-    NAME.part.0. Linux does not find its parameters, because BTF has the names of the source.
+    `function`: name of the function. There is a reason if the name says that the compiler made the function
+    from another one: NAME.isra.0, NAME.constprop.0, NAME.part.0 or NAME.cold. Linux does not find the
+    parameters of such a function, because BTF has the names of the source.
     """
     suffix = _CHANGED.search(function)
     if suffix is None:
@@ -51,8 +52,8 @@ def arguments_at(
 ) -> tuple[Argument, ...]:
     """Return the parameters of a function with the fetch arguments that read them at the address `addr`.
 
-    `values`: the registers and stack words in which the function keeps the parameters. `on_entry`: the probe
-    is at the function's symbol, so that $argN is allowed.
+    `values`: the registers and stack words in which the function keeps the parameters. `on_entry`: True if
+    the probe is at the function's symbol, where $argN is allowed; otherwise False.
     """
     places = values.at(addr)
     registers = list(arch.registers.arguments)

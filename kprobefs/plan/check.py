@@ -65,9 +65,11 @@ _STUB = "__probestub_"
 def check_lines(kernel: PlannedKernel, lines: Iterable[Line]) -> list[Answer]:
     """Return a kernel's answers to lines, as if they were written to its kprobe_events in this order.
 
-    The lines that write a value to another file (FILE = VALUE) are checked in part. The modules that places
-    name are loaded if they come with the kernel. The answers also contain the outcomes while these modules
-    are not loaded, if they differ.
+    The lines that write a value to another file (FILE = VALUE) are checked in part.
+
+    If a definition's place is in a module (MODULE:SYMBOL) that comes with the kernel, the answers are for the
+    kernel with this module loaded. An answer also contains the outcome without such modules, if that is
+    another one.
     """
     known = list(lines)
     answers = _answers(kernel, known)
@@ -200,7 +202,7 @@ def _is_foreign(text: str, kernel: PlannedKernel) -> bool:
 
 
 def _of_foreign(kernel: PlannedKernel, line: Line) -> Iterator[Finding]:
-    """Yield warnings about a line that the kernel's kprobe_events does not take.
+    """Yield warnings about a line that defines an event of another kind; see _is_foreign().
 
     The fetch arguments of fprobe events and tracepoint events are checked, those of other kinds are not.
     """
@@ -385,8 +387,8 @@ def _cut_name(line: Line, probe: TraceKprobe) -> Iterator[Finding]:
 def _no_parameter(line: Line, name: str, count: int | None, hidden: int = 0) -> Iterator[Finding]:
     """Yield warnings about each $argN in `line` that may not be parameter N of the function `name`.
 
-    `count`: number of words that the parameters take; None if it is unknown. `hidden`: number of first
-    parameters that $argN does not count.
+    `count`: number of words that the parameters take; None if it is unknown. `hidden`: how many parameters at
+    the start $argN does not count (1 for a tracepoint's stub, otherwise 0).
     """
     if why := changed_parameters(name):
         for number, word in enumerate(argv_split(line.text)[2:], 2):

@@ -138,7 +138,7 @@ class SettingChecks:
     def _no_function(self, value: str, column: int) -> Iterator[Finding]:
         """Yield a warning for each word of the list `value` that names a function which ftrace cannot trace.
 
-        `column`: column of the list in its line. Patterns, numbers and words for modules are not checked.
+        `column`: column of the list in its line. Patterns, numbers and words with `:mod:` are not checked.
         """
         for word in re.finditer(r"\S+", value):
             name, _, after = word[0].removeprefix("!").partition(":")

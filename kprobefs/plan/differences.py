@@ -23,8 +23,8 @@ def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
     """Add warnings to the answers to each line that does not mean the same in several kernels.
 
     If a value's type is narrower in some kernels, a fetch argument of the narrow size reads only a part of
-    the value in the other kernels. Remove the warnings about this: no fetch type fits all of these kernels,
-    and the narrow one is right as long as the value fits.
+    the value in the other kernels. The warnings about this are removed from the answers: no fetch type fits
+    all of these kernels, and the narrow one is right as long as the value fits.
 
     `checked`: each kernel with its answers to the same lines. A warning is added to the answers of all
     kernels that it concerns.
@@ -128,7 +128,7 @@ def _by(row: Row, key: Callable[[Read], str]) -> dict[str, list[tuple[PlannedKer
 
 
 def _which(texts: Sequence[tuple[PlannedKernel, object, str]]) -> str:
-    """Return a text with the different texts, and the kernels of each; "" if all values are equal.
+    """Return a text that lists the different values, each with its kernels; "" if all values are equal.
 
     Each item of `texts` is a kernel, the value to compare, and the text that shows the value.
     """

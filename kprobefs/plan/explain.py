@@ -102,7 +102,10 @@ def _print(found: Sequence[Explanation], *, whole: bool, as_json: bool) -> None:
 def _explanations(
     kernel: PlannedKernel, places: Sequence[str], debug_info: str | None
 ) -> Iterator[Explanation | CliError]:
-    """Yield the explanations of each place, or an error for a place that can't be explained."""
+    """Yield the explanations of each place, or an error for a place that can't be explained.
+
+    A place FILE:LINE has one explanation for each function with code of the line. `debug_info`: see run().
+    """
     with_modules: dict[str, PlannedKernel] = {}
     source = SourceLines(kernel, debug_info)
     for place in places:

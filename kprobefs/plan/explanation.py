@@ -79,9 +79,9 @@ class DetourInsn:
 
 @dataclass(frozen=True, slots=True)
 class OtherVerdict:
-    """The verdict on an address if boot rewrites the kernel's returns in the way `returns`.
+    """The verdict on a probe at an address, in a variant of the kernel with other return instructions.
 
-    `returns`: see Variant.returns.
+    `returns`: name of the way in which boot has rewritten them; see Variant.returns.
     """
 
     returns: str
@@ -95,8 +95,8 @@ class Explanation:
     def __init__(self, kernel: PlannedKernel, place: Place, variant: Variant | None = None) -> None:
         """Store the place, and choose the variant of the kernel in which a probe at the place is explained.
 
-        `variant`: the kernel with its return instructions as boot rewrites them. If it is None, use a variant
-        in which only the returns of the place's function are rewritten.
+        `variant`: a variant of the kernel in which boot has rewritten all return instructions. If it is None,
+        use a variant in which only those of the place's function are rewritten.
         """
         self.kernel = kernel
         self.place = place

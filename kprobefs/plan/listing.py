@@ -11,7 +11,7 @@ from kprobefs.measure.verdicts import ProbeOutcome
 from kprobefs.plan.explanation import Explanation, ListedInsn
 
 _AROUND = 8
-"""Number of instructions that are shown before and after the explained address, unless all are shown."""
+"""Number of instructions shown on each side of the explained address, unless all are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,10 @@ def _reason(insn: ListedInsn) -> RejectReason | None:
 
 
 def _blamed(insn: ListedInsn) -> int:
-    """Return the address that breaks the rule against a probe on `insn`, or against the jump of the probe."""
+    """Return the address that breaks the rule against a probe on `insn`, or against the jump of the probe.
+
+    The verdict on `insn` must have a rejection.
+    """
     assert insn.verdict.rejection is not None
     return insn.verdict.rejection.addr
 

@@ -57,7 +57,7 @@ def picture(found: Sequence[Explanation], *, whole: bool) -> str:
 
 
 class _Drawing:
-    """The drawing of one explanation's listing, from the y coordinate `top` on."""
+    """The drawing of one explanation's listing. `top`: y coordinate of its upper edge, in pixels."""
 
     def __init__(self, explained: Explanation, shown: Listing, top: int) -> None:
         self._explained = explained

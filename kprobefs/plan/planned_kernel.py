@@ -130,8 +130,8 @@ class PlannedKernel:
     def _with_modules(self, core: LinuxKernel | KernelImage, returns: ReturnThunks | None) -> ProbedTables:
         """Return the tables of `core` and the modules.
 
-        `returns`: way in which the modules' returns are rewritten. None: if the kernel is booted, they are
-        rewritten like those of `core`; otherwise they stay unchanged.
+        `returns`: way in which the return instructions of the modules are rewritten. None: they are rewritten
+        like those of `core` if the kernel is booted, and stay unchanged if not.
         """
         if returns is None and self.is_booted and isinstance(core, LinuxKernel):
             returns = core.booted_returns
@@ -201,7 +201,7 @@ class PlannedKernel:
         return self._remarks
 
     def remark(self, remarks: Iterable[str]) -> None:
-        """Add sentences to `remarks`, except those that it already contains."""
+        """Append the given sentences to the property `remarks`, except those that it already contains."""
         self._remarks = tuple(dict.fromkeys((*self._remarks, *remarks)))
 
     def with_module_of(self, module: str, symbol: str) -> PlannedKernel:
@@ -249,7 +249,10 @@ class PlannedKernel:
 
     @property
     def has_linked_addresses(self) -> bool:
-        """Whether the addresses are those in a distribution's kernel file; KASLR changes them at boot."""
+        """Whether the addresses are those in a distribution's kernel file; KASLR changes them at boot.
+
+        It is False for a dump, which has the addresses of a running kernel, and for kprobefs's own kernel.
+        """
         return isinstance(self.core, LinuxKernel) and not self.is_dump
 
     @property
@@ -267,9 +270,10 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """Return the kernel with all returns as boot rewrites them on the CPU of `cpu_description`.
+        """Return the variant in which boot has rewritten all return instructions.
 
-        If the kernel has no return thunks or has booted already, the text stays unchanged.
+        They are rewritten as on the CPU of `cpu_description`. If the kernel has no return thunks or has
+        booted already, the text stays unchanged.
         """
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
@@ -279,14 +283,18 @@ class PlannedKernel:
         return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     def variant(self, symbol: Symbol) -> Variant:
-        """Return the kernel with a function's returns as boot rewrites them on the CPU of `cpu_description`.
+        """Return the variant in which boot has rewritten the return instructions of the function `symbol`.
 
-        If the kernel has no return thunks or has booted already, the function's text stays unchanged.
+        They are rewritten as on the CPU of `cpu_description`. If the kernel has no return thunks or has
+        booted already, the function's text stays unchanged.
         """
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
-        """Yield a variant for each way in which boot rewrites a function's returns on other CPUs."""
+        """Yield variants with a function's return instructions as boot rewrites them on other CPUs.
+
+        There is one variant for each way in which boot may rewrite them.
+        """
         return (self._as_booted(symbol, returns) for returns in self._returns[1:])
 
     @property
@@ -306,7 +314,7 @@ class PlannedKernel:
 
     @cached_property
     def ways(self) -> Mapping[int, Sequence[int]]:
-        """Return a map address of an instruction -> further addresses where execution may continue after it.
+        """Return a map: address of an instruction -> further addresses where execution may continue after it.
 
         The further addresses are the targets of jump labels that may be patched in, and the fixups of
         instructions that fault.
@@ -342,7 +350,7 @@ class PlannedKernel:
 
     @cached_property
     def larger_structures(self) -> Mapping[int, Sequence[int]]:
-        """Return a map type id of a structure -> type ids of structures with it as their first member.
+        """Return a map: type id of a structure -> type ids of structures with it as their first member.
 
         The map is empty if the kernel has no BTF.
         """
@@ -451,7 +459,7 @@ def check_own_kprobes(kprobes: str, *, has_kernel: bool, profile: str | None, st
 
 
 def _use_own_kprobes(made: PlannedKernel) -> None:
-    """Set the profile of `made` so that verdicts are those of the kernel's own kprobes.
+    """Make `made` give the verdicts of the kernel's own kprobes: set its profile and `has_own_kprobes`.
 
     Do nothing on x86, where kprobefs's kprobes have the same verdicts.
     """

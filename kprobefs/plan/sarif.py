@@ -19,8 +19,8 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 def sarif_log(results: Iterable[tuple[str, str, Finding, tuple[int, int | None]]]) -> dict[str, Any]:
     """Return a SARIF log as a dictionary for JSON.
 
-    Each result is a tuple: path of the file, name of the kernel, finding, and its line and column. Both count
-    from 1; the column may be None.
+    Each result is a tuple: path of the file, name of the kernel, finding, and (line, column) of the finding
+    in the file. Both count from 1; the column is None if it is unknown or the whole line is meant.
     """
     listed = list(results)
     rules = sorted({finding.rule for _, _, finding, _ in listed})

@@ -29,7 +29,7 @@ from kprobefs.plan.planned_kernel import PlannedKernel
 
 _FORM = re.compile(r"(.+):([1-9][0-9]{0,8})")
 _SHOWN = 3
-"""Maximum number of files that an error message names."""
+"""Maximum number of files, or of functions, that an error message names."""
 _MOST = 8
 """Maximum number of functions that are explained for one line; more are an error."""
 
@@ -122,9 +122,9 @@ class SourceLines:
         return list(found.values())
 
     def _opened(self, path: Path) -> LineTables:
-        """Open the debug information, and check that it belongs to the kernel's build.
+        """Open the debug information in `path`, and set self._shift to the distance of its addresses.
 
-        Raises: CliError (it cannot be read, or is of another build).
+        Raises: CliError (it cannot be read, or is not of the kernel's build).
         """
         with explained(str(path)), open_regular(path) as file:
             elf = open_debug_elf(file)

@@ -34,7 +34,7 @@ The constants _LEFT and _TOP above are the x and y coordinates of the first byte
 
 
 class _Row(NamedTuple):
-    """The text of the probed place after a stage."""
+    """A row of the picture: the code at the probed place after a stage."""
 
     title: str
     code: bytes

@@ -14,7 +14,7 @@ _LOWER = (1 << _HALF) - 1
 
 
 def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[int]:
-    """Yield the offsets of all occurrences of `pattern` that lie completely within `data[start:stop]`.
+    """Yield the offset in `data` of each occurrence of `pattern` that lies completely in `data[start:stop]`.
 
     Occurrences of the pattern may overlap.
     """
@@ -28,10 +28,8 @@ def positions(data: bytes, pattern: bytes, start: int, stop: int) -> Iterator[in
 def displacements_into(code: bytes, window: range) -> Iterator[tuple[int, int]]:
     """Yield (offset, sum) for each 32-bit word of `code` that may be a displacement into `window`.
 
-    The sum is the word's value plus its own offset, and is in `window`. A word may start at any byte.
-    `window` contains offsets in `code`, which may be negative or after the end of `code`. For each value of a
-    word's upper 16 bits, all words that can qualify are in one part of `code`, 64 KiB longer than the window.
-    Only this part is searched.
+    The sum is the word's value, as a signed number, plus the word's offset; it is in `window`. A word may
+    start at any byte. `window`: range of offsets in `code`, which may be negative or after the end of `code`.
     """
     from_bytes = int.from_bytes
     first = window.start

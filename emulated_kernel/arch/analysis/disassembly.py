@@ -71,8 +71,9 @@ class Disassembler:
     ) -> None:
         """Create a disassembler. `arch`, `modes`: names of capstone's constants, such as "CS_ARCH_X86".
 
-        `width` is the number of columns that lines() reserves for the bytes of an instruction. `missing`
-        returns the text of a 32-bit RISC-V instruction that capstone lacks, or None if it is unknown.
+        `width` is the number of columns that lines() reserves for the bytes of an instruction. `missing` is
+        called with a 32-bit RISC-V instruction that capstone lacks. It returns the text, or None if it does
+        not know the instruction.
         """
         self._missing = missing
         self._arch = arch

@@ -10,7 +10,7 @@ _EMPTY_RANGE = range(0)
 
 @dataclass(frozen=True, slots=True)
 class PatchSite:
-    """Range of kernel text that a subsystem other than kprobes patches, such as ftrace."""
+    """Range of kernel text that is patched by a subsystem other than kprobes, such as ftrace."""
 
     addr: int
     size: int

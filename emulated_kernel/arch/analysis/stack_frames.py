@@ -14,7 +14,10 @@ CFA = "cfa"
 ALIGNED = "aligned"
 """Base of a Value: the function's stack pointer after an alignment by an unknown number of bytes."""
 IP = "ip"
-"""Base of a Value: the address that the function returns to."""
+"""Base of a Value: the caller's instruction pointer, which is the address that the function returns to.
+
+If an interrupt enters the function, it is the interrupted address.
+"""
 LOW_HALF = ".low"
 """Suffix of a Value's base: the base is the lower 32 bits of the register's value at the function's entry."""
 Value = tuple[str, int]
@@ -96,10 +99,10 @@ class Frame:
         self.set(register, None if place is None else self.slots.get(place))
 
     def store(self, place: Value | None, value: Value | None, size: int, word: int) -> None:
-        """Store `size` bytes to the stack slot `place`.
+        """Store `size` bytes to the stack slot `place`; they are `value`, or unknown if it is None.
 
         If `place` is None, the store is not to the stack and is ignored. `word`: the machine's word size in
-        bytes. Only a `value` of one word is remembered.
+        bytes. If `size` is not one word, the slot's content becomes unknown.
         """
         if place is None:
             return
@@ -251,9 +254,8 @@ def find_frames(
     label. `stack_pointer`: name of the stack pointer. `by_interrupt`: True if an interrupt enters the
     function, so that the interrupted ip takes the place of a return address; False if a call enters it.
 
-    A call or trap may never return. So its frame is used for the next instruction only if no other path leads
-    to this instruction. If another path arrives with a different stack pointer, the call is recorded as a
-    dead end and the search restarts.
+    A call or trap counts as one that never returns if another path, with a different stack pointer, also
+    leads to the code after it.
     """
     found = search_frames(insns, entries, ways, stack_pointer)
     return FunctionFrames(found.frames, by_interrupt, found.exits)
@@ -278,7 +280,10 @@ def search_frames(
 
 
 class FrameSearch:
-    """A search for the stack frames of a function, along all paths through its instructions."""
+    """A search for the stack frames of a function, along all paths through its instructions.
+
+    `dead_ends`: addresses of the calls and traps that are known never to return; run() adds to them.
+    """
 
     def __init__(
         self,
@@ -311,15 +316,18 @@ class FrameSearch:
         than traps.
         """
         self.guessed: set[int] = set()
-        """Addresses that no known path reaches, such as padding, from which _guess() continued the search."""
+        """Addresses that no known path reached: those that _guess() chose, and those reached from these.
+
+        They may be padding.
+        """
         self._jumped: Frame | None = None
         """Frame before the latest indirect jump that the search has reached; None before the first one."""
 
     def run(self) -> bool:
         """Run the search; return True if `frames` is complete.
 
-        Return False if the search has found a call or trap that never returns, and has added it to
-        `dead_ends`. The caller must then start a new search.
+        Return False if the search has found a call or trap that never returns, and has added its address to
+        the constructor's `dead_ends`. The caller must then start a new search.
         """
         while True:
             while self._pending:

@@ -155,11 +155,12 @@ class Arm64(Arch):
         return frame
 
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
-        """Return the stack slot of the hooked call whose caller has the frame pointer `pointer`; see Arch.
+        """Return the highest of the stack slots up to `pointer`, that of the hooked call; see Arch.
 
-        This is the highest slot that is not above the caller's frame record; None if all are above it. The
-        frame record is at the caller's stack pointer, or above it if the caller has passed arguments on the
-        stack.
+        `pointer`: frame pointer of the hooked function's caller, which is the address of its frame record.
+        The record is at the caller's stack pointer, or above it if the caller has passed arguments on the
+        stack. Return None if all slots are above `pointer`.
+
         Mirrors: arch/arm64/kernel/stacktrace.c:kunwind_recover_return_address (v6.12).
         """
         return max((slot for slot in slots if slot <= pointer), default=None)

@@ -229,7 +229,7 @@ class _Effect:
 
     @classmethod
     def of(cls, line: _Line, insn: Any) -> _Effect:
-        """Return the effect of a decoded instruction.
+        """Return the effect of the statement `line`, which capstone has decoded as `insn`.
 
         Raises: KernelError EINVAL (a forbidden instruction).
         """

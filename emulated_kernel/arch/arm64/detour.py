@@ -70,8 +70,9 @@ def relocated(region: Region, to: int) -> bytes:
 def stub_end(region: Region, to: int) -> StubEnd:
     """Return the end of a stub (a compiled handler that a breakpoint leads to), placed at `to`; see Arch.
 
-    The end is what relocated() returns, but a blr is replaced by a breakpoint. A br cannot replace the blr:
-    with branch target identification, a br cannot reach landing pads that allow only calls.
+    The end is what relocated() returns, except for a blr: then it is a breakpoint, from which the guest
+    continues in the called function. A br in the end could not replace the blr: with branch target
+    identification, a br cannot reach landing pads that allow only calls.
     """
     register = called_register(_word(region))
     if register is None:

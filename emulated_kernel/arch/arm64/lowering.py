@@ -179,7 +179,7 @@ class Arm64Lowering(Lowering):
     def _set_register(self, op: ir.SetRegister) -> None:
         """Emit code that sets the probed code's register `op.name`.
 
-        __init__ excludes this register from those for virtual registers, so that no other op changes it.
+        No virtual register uses this register, so no other op changes it.
         """
         number = NUMBERS[op.name]
         src = self._real[op.src]

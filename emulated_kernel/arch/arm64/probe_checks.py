@@ -118,8 +118,8 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         """Return the reason why Linux rejects a probe on the instruction at `addr`; None if Linux accepts it.
 
         Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
-        one that can be neither copied nor simulated. It also rejects instructions between an exclusive load
-        and its store.
+        one that can be neither copied nor simulated. It also rejects the instructions after an exclusive
+        load, up to and including its store.
         Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
         (v6.12).
         """
@@ -175,7 +175,7 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         return True
 
     def reasons(self, symbol: Symbol) -> Mapping[int, RejectReason | Tactics | None]:
-        """Return a map: instruction address -> first reason against a jump at it; see ProbeChecker.
+        """Return a map: instruction address -> first reason against a probe or jump there; see ProbeChecker.
 
         This method decides about all instructions at once. A check of each instruction would take too long,
         because a kernel has millions of instructions. The results equal those of check_each_insn(). Only a
@@ -244,10 +244,10 @@ def _ends_in_exclusive(words: tuple[int, ...]) -> bool:
 
 
 def _in_exclusives(words: Sequence[int]) -> Iterator[int]:
-    """Yield the indices in `words` of the instructions between an exclusive load and its store.
+    """Yield the indices in `words` of the instructions after an exclusive load, up to its store.
 
-    These are the instructions before which _ends_in_exclusive() finds a load. check_insn() rejects them. An
-    index may be yielded repeatedly.
+    The store is included. If there is none, yield at most _ATOMIC_CONTEXT indices for a load. check_insn()
+    rejects these instructions. An index may be yielded repeatedly.
     """
     loads = [index for index, word in enumerate(words) if word & _LOAD_MASK == _LOAD_VALUE]
     for index in loads:

@@ -24,7 +24,7 @@ _INVERT_TEST = 1 << 24
 _ALWAYS = 14
 """The first of the two condition codes that always hold."""
 _SKIP = 2 * SIZE
-"""Distance in bytes from an inverted branch to its target, the address after the branch that follows it."""
+"""Offset in bytes of a branch that skips the next instruction: distance from the branch to its target."""
 
 
 class Relocation(Enum):
@@ -49,7 +49,8 @@ class Relocation(Enum):
 def relocation_of(word: int) -> Relocation:
     """Return the form that the instruction `word` has in a detour.
 
-    Instructions that cannot be probed are refused, and so is blr.
+    The result is REFUSED for an instruction that cannot be probed, and for blr, bc.cond, and a load of a
+    literal into the zero register.
     """
     if insn.LDR_LITERAL.fits(word) or insn.LDRSW_LITERAL.fits(word):
         return Relocation.REFUSED if word & 31 == SP_OR_ZERO else Relocation.LITERAL
@@ -73,8 +74,8 @@ _SIMULATED = {
 }
 """Pattern of instructions -> relocation, for instructions that read or write the instruction pointer.
 
-Linux: a slot may execute a bc.cond, because kprobes do not know this instruction (v6.12). Only a CPU with
-Armv8.8 has bc.cond.
+Linux: a bc.cond is executed in a slot, because kprobes do not know this instruction (v6.12). A detour cannot
+contain it. Only a CPU with Armv8.8 has bc.cond.
 """
 
 

@@ -176,10 +176,10 @@ def _all(accesses: list[Effect], moved: Effect) -> Effect:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """Return the stack frame at a function's entry, where x30 holds the return address.
+    """Return the stack frame at a function's entry.
 
-    `by_interrupt`: the function is the handler of an interrupt, so elr holds the interrupted ip, and x30 is
-    no return address.
+    `by_interrupt`: True if the function handles an interrupt, so that elr holds the interrupted ip, and x30
+    is no return address. False if it was called, so that x30 holds the return address.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "x30": (IP, 0)}

@@ -107,10 +107,9 @@ class Lowering(ABC):
         """Slot numbers of the saved values (registers at the hit) that the code reads."""
         self.blocks: list[Block] = []
         self._by_assembly: frozenset[int] = frozenset()
-        """Registers that the code writes because of assembly handlers.
+        """Registers that assembly handlers of the program write.
 
-        The handlers write these registers. On x86, the set also has registers that are reloaded before a
-        handler reads them.
+        On x86, the set also has the registers that the code reloads before a handler reads them.
         """
         self._start(Block())
         self.labels: dict[int, int] = {}
@@ -140,7 +139,7 @@ class Lowering(ABC):
 
     @abstractmethod
     def _restore_for_assembly(self, name: str) -> None:
-        """Emit code that restores the value of the register `name` at the hit, if it may have changed."""
+        """Emit code that sets the register `name` to its value at the hit, unless it still has this value."""
 
     def _run_assembly(self, op: ir.RunAssembly) -> None:
         for name in sorted(op.assembly.reads):
@@ -193,11 +192,12 @@ def _method_name(op: type) -> str:
 def lay_out(
     body: Lowering, before: bytes, after: bytes, slots: Mapping[int, int], leave: bytes = b""
 ) -> HandlerCode:
-    """Return the final code: `before`, the reachable blocks of `body`, `after`.
+    """Return the final code: out-of-line blocks, `before`, the main path of `body`, `after`.
 
-    Blocks that the first block reaches neither by falling through nor by an unconditional jump are placed
-    before the entry. `slots`: slot number -> value for Encoding.patch_slot, such as an offset from the stack
-    pointer. `leave` is appended to blocks that leave the program.
+    `before` is the entry. The main path has the blocks that the first block reaches by falling through or by
+    unconditional jumps. All other reachable blocks are out-of-line. `slots`: slot number -> value for
+    Encoding.patch_slot, such as an offset from the stack pointer. `leave` is appended to blocks that leave
+    the program.
     """
     layout = Layout(body.blocks, body.labels, body.encoding, leave)
     straight, behind = layout.chain(0)

@@ -99,7 +99,7 @@ class Layout:
                 yield index
 
     def put(self, chain: Sequence[int]) -> None:
-        """Append the code of a chain's blocks, and record its offsets in `starts`."""
+        """Append the code of a chain's blocks, and record each block's offset in `starts`."""
         for index in chain:
             self.starts[index] = len(self.code)
             self.code += self._blocks[index].code

@@ -199,8 +199,10 @@ class IncreasePerCpu(Op):
 class ComputePerCpu(Op):
     """Combine dst with the word at `offset` in the per-CPU data, and store the result in dst.
 
-    The operation `op` is ADD, SUB, OR or XOR. With `high`, both operands have 8 bytes, and `op` is ADD or
-    SUB.
+    The operation `op` is ADD, SUB, OR or XOR.
+
+    `high`: on 32-bit architectures, the register of the upper half if both operands have 8 bytes; `op` is
+    then ADD or SUB. None if the operands are words.
     """
 
     op: Arithmetic
@@ -350,20 +352,27 @@ class RunAssembly(Op):
 class JumpTo(Op):
     """Leave the program, and continue at the address in a virtual register.
 
-    The registers are restored first. If the program runs in a register frame, the frame stays on the stack.
-    The code at the address must expect the frame.
+    First, the code restores the registers that it has saved around the program. If a return trampoline saves
+    all registers in a frame, they are not restored: the frame stays on the stack for the code at the address.
     """
 
     address: int
 
 
 Program = tuple[Op, ...]
-"""Sequence of ops; control leaves the program after the last op. An op after a Jump needs a label."""
+"""Sequence of ops; control leaves the program after the last op.
+
+Ops between a Jump and the next Place are never executed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """A CallHost in generated code: `trap` and `label` are offsets in bytes from the code's start."""
+    """A CallHost in generated code. Offsets are in bytes from the code's start.
+
+    `number`: as in CallHost. `trap`: offset of the breakpoint. `label`: offset at which control continues if
+    the action returns False.
+    """
 
     number: int
     trap: int
@@ -372,7 +381,10 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Fixup:
-    """A memory access that may fault, and its fixup, as offsets in bytes from the code's start."""
+    """A memory access that may fault. Offsets are in bytes from the code's start.
+
+    `access`: offset of the instruction. `target`: offset at which control continues after a fault.
+    """
 
     access: int
     target: int

@@ -47,7 +47,7 @@ _LOAD_POINTER = 3
 _KIND = attrgetter("kind")
 _MENTIONED = attrgetter("mentioned")
 _LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
-"""Translation table of instruction kinds: non-zero for branches and jumps, 0 for other instructions."""
+"""Table for bytes.translate(): instruction kind -> non-zero for branches and jumps, 0 for others."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
 """Mask of t0 to t6: they hold neither arguments nor results, and calls don't preserve them."""
 
@@ -123,10 +123,9 @@ class RiscvFunctionAnalysis:
         return any(not self._is_tail_call(addr) for addr in self._indirect_jumps)
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsnAttributes) -> None:
-        """Record the indirect jump `insn` at `addr`.
+        """Record the jump `insn` at `addr`: as a direct jump if its target is known, else as an indirect one.
 
-        If the instruction before it is an auipc that sets the jump's base register, the target is known. Then
-        record a direct jump to this target.
+        The target is known if the instruction before the jump is an auipc that sets the jump's base register.
         """
         before = addr - RVI_SIZE
         upper = self.insns.get(before)

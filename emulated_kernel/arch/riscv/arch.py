@@ -118,8 +118,8 @@ class Riscv(Arch):
     def hooked_slot(self, pointer: int, slots: Iterable[int]) -> int | None:
         """Return the lowest of the stack slots above `pointer`, that of the hooked call; see Arch.
 
-        `pointer` lies between the slots of the calls that the hooked function has made, which are below it,
-        and the slot of this call. Return None if no slot is above `pointer`.
+        The slots of calls that the hooked function has made are below `pointer`. Return None if no slot is
+        above it.
 
         Mirrors: arch/riscv/kernel/stacktrace.c:walk_stackframe (v6.12).
         """

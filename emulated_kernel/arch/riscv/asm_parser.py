@@ -336,9 +336,9 @@ def _nop(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
 
 
 def _branch(line: _SourceLine, _cells: Mapping[str, int]) -> bytes:
-    """Encode the branch or jump in `line`, whose target the caller fills in.
+    """Encode the branch or jump in `line` without its target, which the caller fills in.
 
-    A conditional branch is encoded with the offset 0. For `j`, return a nop as a placeholder.
+    The result is a conditional branch with the offset 0 or, for `j`, a nop as a placeholder.
     """
     if line.name == "j":
         line.check_count(1)

@@ -42,7 +42,10 @@ from emulated_kernel.arch.riscv.relocate import LEAVES, RELOCATED_CALLS, relocat
 from emulated_kernel.machine.interrupts.trap_handlers import LinkedJump
 
 MAX_REGION = 10
-"""Maximum size in bytes of a region, the instructions that a jump replaces: three of 2 bytes and one of 4."""
+"""Maximum size in bytes of a region (the instructions that a jump replaces).
+
+Three instructions have 2 bytes, and the last one has 4.
+"""
 _MAX_GROWTH = 4 * 10
 """Upper limit for the number of bytes by which relocation makes a region's code longer.
 
@@ -107,9 +110,9 @@ def _linked_call(scratch: int, source: int, register: int, offset: int, followin
 def stub_end(region: Region, to: int, breakpoint_: bytes, *, compressed: bool) -> StubEnd:
     """Return the code that ends a stub (the compiled handlers of a breakpoint hit), for the address `to`.
 
-    It has the effect of the only instruction of `region`, relocated without a free register. A breakpoint
-    takes the place of each jump that would need a register; see Arch. `breakpoint_`: the breakpoint
-    instruction. `compressed`: the kernel uses RVC.
+    The code has the effect of the only instruction of `region`, and uses no free register. A breakpoint takes
+    the place of each jump that would need one; see StubEnd.leads. `breakpoint_`: the breakpoint instruction.
+    `compressed`: the kernel uses RVC.
     """
     insn, code, leads = _stub_insn(region, to, breakpoint_, compressed=compressed)
     if relocation_of(insn) not in (*LEAVES, *RELOCATED_CALLS):
@@ -124,7 +127,7 @@ def _stub_insn(
     """Return a region's only instruction, the code that replaces it at `to`, and a map of breakpoints.
 
     The code has no jump back. A breakpoint takes the place of each jump that would need a register. The map
-    is that of StubEnd.leads, for these breakpoints.
+    says where these breakpoints lead, as StubEnd.leads.
     """
     leads: dict[int, int | LinkedJump] = {}
 

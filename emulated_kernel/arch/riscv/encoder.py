@@ -127,7 +127,7 @@ def auipc(rd: int, value: int) -> bytes:
 
 
 def halves(value: int) -> tuple[int, int]:
-    """Split a 32-bit number into the part that lui takes and the 12-bit immediate to add."""
+    """Split a 32-bit number into the part that lui takes and the signed 12-bit immediate to add to it."""
     low = sign_extend(value, 12)
     return value - low & 0xFFFFFFFF, low
 
@@ -182,7 +182,10 @@ def load_reserved(rd: int, base: int) -> bytes:
 
 
 def store_conditional(rd: int, base: int, src: int) -> bytes:
-    """Encode sc.d: store src at base and set rd to 0, unless memory has changed since the lr.d."""
+    """Encode sc.d: store src at base and set rd to 0.
+
+    If memory has changed since the lr.d, only set rd to a value other than 0.
+    """
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, _SC))
 
 

@@ -117,9 +117,9 @@ def _save_live(
 ) -> tuple[bytes, bytes, dict[int, int]]:
     """Return code that saves live registers around the program `body`, and code that restores them.
 
-    The third result is the map of slots for _patch_slot(): slot number -> instruction word (load or move)
-    that reads the saved value. `above`: number of bytes that the trampoline has pushed on the probed code's
-    stack.
+    The third result is the map of slots for _patch_slot(): number of a register -> instruction word (load or
+    move) that reads the value that the register had at the hit. `above`: number of bytes that the trampoline
+    has pushed on the probed code's stack.
     """
     used = body.used
     # A handler that an fentry site calls returns through t0. Ops other than assembly don't change t0.
@@ -145,10 +145,10 @@ _RETURN_WORD = RETURN_ROOM - pt_regs.SIZE
 The lowest word of the area is the return address.
 """
 _ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
-"""Code that pushes ra: by this value, an unwinder recognizes a hooked function.
+"""Code that pushes ra, which contains the return trampoline's own address.
 
-After the return of a hooked function, ra still contains the trampoline's address, to which the function has
-returned.
+A trampoline begins with it, unless it saves all registers. A hooked function has returned to that address. An
+unwinder that finds the address on the stack recognizes a hooked function.
 """
 _ENTER_FRAME = pt_regs.save_general(RETURN_ROOM, but=RA) + store(SP, pt_regs.SIZE, RA, WORD)
 _RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
@@ -221,8 +221,9 @@ class RiscvReturnCode(ReturnCode):
     def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
         """Lower a program, and generate code that saves the registers that it changes.
 
-        Return the lowered program, the saving code, the restoring code, and the map of slots. The map is
-        slot number -> instruction word that reads the saved value, for _patch_slot().
+        Return the lowered program, the saving code, the restoring code, and the map of slots. The map, for
+        _patch_slot(), is: number of a register -> instruction word that reads the value that the register had
+        at the hit.
         `far`: branches may lead farther than 4 KiB.
         """
         body = self._lowered(program, self.live, far=far)

@@ -95,7 +95,7 @@ _LINK = -7
 _OF_USER_ACCESS = {_STATUS: T6, _BITS: T4, _LINK: T5}
 """Number of an internal virtual register -> number of a real one, for programs that call USER_ACCESS."""
 USER_ACCESS = set_in_status(ZERO, T4) + asm.jump_register(T5) + clear_in_status(T4) + asm.jump_register(T5)
-"""Code that handlers call to change sstatus: its first part sets the bits in t4.
+"""Code that handlers call through t5 to change sstatus. Its first part sets the bits of the mask in t4.
 
 The second part, at the offset USER_ACCESS_END, clears these bits.
 """
@@ -111,9 +111,9 @@ class BranchOutOfReachError(Exception):
 
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
-    """Replace the placeholder at offset `at` by the instruction `word`, and keep the placeholder's rd.
+    """Replace the placeholder at the offset `at` by the instruction `word`, but keep the placeholder's rd.
 
-    `word` is a load or a move whose field rd is 0.
+    The placeholder stands for a read of a slot. `word` is a load or a move whose field rd is 0.
     """
     rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")

@@ -166,15 +166,13 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def reasons_at_once(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis]
     ) -> dict[int, RejectReason | None]:
-        """Return a map: address of an instruction of `known` -> first reason against a jump there, or None.
+        """Return a map: address of an instruction -> first reason against a probe or a jump there, or None.
 
-        The reason is that of the first rejection by check_each_insn(); tests/arch/riscv/test_reasons.py
-        compares the results of both. A kernel has millions of instructions, so a table decides first, by the
-        kinds of four consecutive instructions. The few addresses that need other checks follow.
-        Invariant: the steps up to the register checks come in the order of the rules of detoured_region().
-        Each of them adds a reason only for addresses that have none yet. The last two steps, for fentry sites
-        and for reserved bytes, replace earlier reasons. This is correct because check_each_insn() checks
-        their rules before those of detoured_region().
+        `known`: the function. The reason is that of the first rejection by check_each_insn();
+        tests/arch/riscv/test_reasons.py compares the results of both. But check_each_insn() checks each
+        address separately, and a kernel has millions of instructions. So this method looks up most reasons in
+        a table, by the kinds of four consecutive instructions. Only the few addresses that need other checks
+        get them.
         """
         analysis = known.analysis
         function = known.function
@@ -223,10 +221,11 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def _shared_reason(
         self, known: AnalyzedFunction[RiscvFunctionAnalysis], replaced: range
     ) -> RejectReason | None:
-        """Return the reason against a jump that would replace the addresses `replaced`; None if allowed.
+        """Return the reason against a jump that would replace the addresses `replaced`, or None.
 
-        The jump is in the function `known`, at an address that _shared_places() returns. The method checks
-        the last rules of detoured_region(), and the rules about branches from outside the function.
+        None means that the jump is allowed. The jump is in the function `known`, at an address that
+        _shared_places() returns. The method checks the last rules of detoured_region(), and the rules about
+        branches into the replaced bytes from outside the function.
         """
         analysis = known.analysis
         addr = replaced.start
@@ -261,8 +260,8 @@ class RiscvProbeChecker(ProbeChecker[RiscvFunctionAnalysis]):
     def possible_branches(self, addr: int, code: bytes, window: range | None) -> Iterator[Reference]:
         """Yield (target, source) of all bit patterns that look like branches; see ProbeChecker.
 
-        The search uses regular expressions. If there is a window, it covers only the code from which a branch
-        can reach the window.
+        The search uses regular expressions. If `window` is not None, only the code from which a branch can
+        reach the window is searched.
         """
         if window is None:
             yield from self._branches(_BRANCH, addr, code, 0, len(code))
@@ -368,7 +367,7 @@ STRATEGIES = {
 
 
 class _OptimizationBlockers(dict[tuple[int, int, int, int], RejectReason | None]):
-    """Cache: kinds of four consecutive instructions -> reason against replacing them by a jump, or None.
+    """Cache: kinds of four consecutive instructions -> reason against a jump at the first, or None.
 
     A kind is RiscvInsnAttributes.kind. 0 means that the function has ended.
     """
@@ -411,11 +410,11 @@ def _auipcs(code: bytes) -> Iterator[int]:
 
 
 def _auipcs_into(window: range, addr: int, code: bytes) -> Iterator[int]:
-    """Yield the offset of each auipc in the code at `addr` that may take an address in `window`.
+    """Yield the offset of each auipc in the code at `addr` that may serve to set an address in `window`.
 
     The search takes the whole 32-bit word of an auipc as the distance, although the lower 12 bits are the
-    opcode and rd. A later instruction adds a signed 12-bit number. So the search covers some pages around the
-    window, too.
+    opcode and rd. A later instruction adds a signed 12-bit number. So the result also contains auipcs that
+    lead to some pages around the window.
     """
     start = window.start - addr
     stop = window.stop - addr

@@ -26,12 +26,12 @@ def read_status(rd: int) -> bytes:
 
 
 def set_in_status(rd: int, bits: int) -> bytes:
-    """Encode csrrs: set rd to sstatus, and then set the bits in sstatus that the register `bits` has."""
+    """Encode csrrs: set rd to sstatus, and then set those bits of sstatus that are 1 in register `bits`."""
     return (0x100 << 20 | bits << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
 
 
 def clear_in_status(bits: int) -> bytes:
-    """Encode csrc: clear the bits in sstatus that the register `bits` has."""
+    """Encode csrc: clear those bits of sstatus that are 1 in register `bits`."""
     return (0x100 << 20 | bits << 15 | 3 << 12 | 0x73).to_bytes(4, "little")
 
 
@@ -45,10 +45,10 @@ def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
 
 
 def load_general(*, but: int = SP) -> bytes:
-    """Return code that restores all general registers except sp, `but` and gp.
+    """Return code that loads all general registers except sp, `but` and gp from the struct pt_regs at sp.
 
-    gp leads to the CPU's per-CPU data (Linux doesn't use it so), and the task may have moved to another CPU
-    in the meantime.
+    gp is not restored: here (not in Linux) it leads to the CPU's per-CPU data, and the task may have moved to
+    another CPU since the registers were saved.
     """
     kept = (but, GP)
     return b"".join(load(number, SP, WORD * number, WORD) for number in _GENERAL if number not in kept)

@@ -27,13 +27,13 @@ At least one of the bits is set if the instruction accesses a control register; 
 
 
 class Relocation(Enum):
-    """How the optimization policy `extended` relocates an instruction into a detour."""
+    """Kinds of instructions, by how the optimization policy `extended` relocates them into a detour."""
 
     COPY = auto()
     BEYOND_TABLE = auto()
-    """A fence or an access to a control register, which Linux refuses by its opcode."""
+    """A fence or an access to a control register. It is copied, although Linux refuses it by its opcode."""
     ADDRESS = auto()
-    """An auipc, whose value is computed from the detour's address."""
+    """An auipc. In the detour, other code sets the register to the value at the original address."""
     BRANCH = auto()
     """A conditional branch."""
     JUMP = auto()
@@ -47,7 +47,7 @@ class Relocation(Enum):
 
 
 LEAVES = (Relocation.LEAVE, Relocation.JUMP)
-"""Relocations after which control never reaches the next instruction."""
+"""Kinds of instructions after which control never reaches the next instruction."""
 RELOCATED_CALLS = (Relocation.CALL, Relocation.REGISTER_CALL)
 
 

@@ -103,7 +103,7 @@ def _store_offset(insn: RiscvInsn) -> int:
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
-    """Change `frame` like an instruction that reads or writes sepc.
+    """Change `frame` by the effect of an instruction that reads or writes sepc.
 
     `to`: register that receives the old value of sepc; None if sepc is not read. `source`: register whose
     value is written to sepc; None if sepc is not written.
@@ -116,10 +116,10 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:
-    """Return the stack frame at a function's entry, where ra holds the return address.
+    """Return the stack frame at a function's entry.
 
     `by_interrupt`: the function is the handler of an interrupt, so sepc holds the interrupted ip, and ra is
-    no return address.
+    no return address. Otherwise ra holds the return address.
     """
     regs = {name: (name, 0) for name in REGISTER_NAMES[1:]}
     regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "ra": (IP, 0)}

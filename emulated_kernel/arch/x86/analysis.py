@@ -30,9 +30,10 @@ class RelativeBranch(NamedTuple):
 class X86FunctionAnalysis:
     """Analyses of one function, based on Linux's decoder. Each analysis is computed on first use.
 
-    `known`: cache of instruction attributes. `bug_size`: size in bytes of a BUG(). Kernels of 2007 stored
-    line and file after the ud2 (i386: 8 bytes); later kernels store them in a table (2 bytes).
-    `has_jump_tables`: whether an indirect jump may lead to any instruction of its function.
+    In the constructor, `known` is a cache of instruction attributes, and `layout` has address ranges of the
+    kernel's text. `bug_size`: size in bytes of a BUG(). Kernels of 2007 stored line and file after the ud2
+    (i386: 8 bytes); later kernels store them in a table (2 bytes). `has_jump_tables`: whether an indirect
+    jump may lead to any instruction of its function; if not, indirect jumps don't forbid optimization.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class X86FunctionAnalysis:
 
     @cached_property
     def flow(self) -> FunctionFlow:
-        """Instructions and jumps of the function, decoded at first use; `liveness` does not need them."""
+        """Instructions and jumps of the function, decoded at first use."""
         layout = self.layout if self._has_jump_tables else None
         return FunctionFlow(self.function, layout, self._code, self._known, self._bug_size)
 
@@ -94,7 +95,10 @@ class FunctionFlow:
         """
         self._layout = layout
         self.hazard: Rejection | None = None
-        """Hazard with the lowest address that forbids optimization in the whole function, or None."""
+        """Rejection of all jumps in the function, or None if it has no hazard.
+
+        The rejection names the hazard with the lowest address.
+        """
         self.hazards = dict[RejectReason, int]()
         """Reason against optimization in the whole function -> lowest address of such a hazard."""
         self.jumps_through_register = False

@@ -96,7 +96,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
 
 
 def check_copyable(insn: X86Insn) -> None:
-    """Refuse instructions that must not be copied to any address.
+    """Check that the instruction may be copied to another address.
 
     Raises: KernelError EINVAL (forced emulation, another debugger's breakpoint, exception masking).
     """

@@ -27,7 +27,7 @@ MAX_DETOUR = 160
 MAX_DETOURED = MAX_INSN_SIZE + DISP32_SIZE
 """Maximum size in bytes of a region (the instructions that a jump replaces).
 
-It is the size if an instruction of maximum size begins at the jump's last byte.
+A region has this size if an instruction of maximum size begins at the jump's last byte.
 """
 _MAX_GROWTH = 3 * 7
 """Upper limit for the number of bytes by which relocation makes a region's code longer.
@@ -136,7 +136,7 @@ def _relocated_insns(region: Region, to: int, bits: int) -> Iterator[tuple[int, 
 def stub_end(region: Region, to: int, bits: int) -> StubEnd:
     """Return the code that ends a stub (the compiled handlers of a breakpoint hit), for the address `to`.
 
-    It consists of the region's instructions, relocated, and a jump back; see Arch.
+    The code consists of the region's instructions, relocated, and a jump back; see Arch.
 
     If the region is a popf that would set the trap flag, a breakpoint makes Python execute the popf.
     """
@@ -150,8 +150,9 @@ def stub_end(region: Region, to: int, bits: int) -> StubEnd:
 def original_place(region: Region, copied: int, address: int, bits: int) -> OriginalPlace:
     """Map an address in the relocated instructions to the original instruction; see Arch.
 
-    A relocated call is a push and a jump. The addresses of both are mapped to the call. At the jump, the
-    return address has been pushed, and `pushed` of the result is its size; otherwise it is 0.
+    `copied`: address of the first relocated instruction. A relocated call is a push and a jump. The addresses
+    of both are mapped to the call. At the jump, the return address has been pushed, and `pushed` of the
+    result is its size; otherwise it is 0.
     """
     at = copied
     if is_popf(region.code, bits):

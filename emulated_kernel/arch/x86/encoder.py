@@ -203,7 +203,10 @@ class Encoder:
         return _registers(self._not, 2, dst)
 
     def arithmetic(self, op: int, dst: int, src: int) -> bytes:
-        """Encode an instruction that sets dst to dst op src, for an operation of group 1."""
+        """Encode an instruction that sets dst to dst op src, for an operation of group 1.
+
+        CMP sets only the flags.
+        """
         return _registers(self._group1[op], src, dst)
 
     def arithmetic_immediate(self, op: int, dst: int, value: int) -> bytes:
@@ -307,8 +310,8 @@ class Encoder:
     def compare_exchange_8(self, base: int, offset: int) -> bytes:
         """Encode a locked compare and exchange of 8 bytes.
 
-        If dx:ax equals the bytes in memory, the instruction stores cx:bx in their place, else it loads them
-        into dx:ax.
+        If dx:ax equals the bytes in memory, the instruction stores cx:bx in their place and sets ZF, else it
+        loads them into dx:ax and clears ZF.
         """
         return self._operand(_CMPXCHG8B, 1, base, offset)
 

@@ -59,11 +59,11 @@ def save_live(
 
 
 class SavedRegisters:
-    """Code that saves registers around a program.
+    """Code that saves registers before a program (`before`) and restores them after it (`after`).
 
-    The code pushes first the registers that the program only reads, then the registers that must be restored,
-    and last the status flags. The flags are saved by lahf and restored by sahf. These cost a third of pushf
-    and popf, because popf ends a block of translated code in Unicorn.
+    The code before the program pushes first the registers that the program only reads, then the registers
+    that must be restored, and last the status flags. The flags are saved by lahf and restored by sahf. These
+    cost a third of pushf and popf, because popf ends a block of translated code in Unicorn.
     """
 
     def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:

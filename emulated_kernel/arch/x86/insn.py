@@ -363,7 +363,7 @@ class _Decoder:
         return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
-        """Return size and value of the immediate, whose kind is `kind`.
+        """Read an immediate of the kind `kind`, and return its size in bytes and its value.
 
         If the immediate has two parts, as in a far pointer or enter, return size and value of the first part.
         """

@@ -54,14 +54,14 @@ class ControlTransfer(Enum):
 
 
 class Relocation(Enum):
-    """How the optimization policy `extended` relocates an instruction into a detour."""
+    """Kinds of instructions, by how the optimization policy `extended` relocates them into a detour."""
 
     COPY = auto()
-    """The instruction is copied, as in Linux."""
+    """An instruction that is copied, as in Linux."""
     BEYOND_TABLE = auto()
-    """The instruction is copied, although Linux's opcode table refuses it."""
+    """An instruction that is copied, although Linux's opcode table refuses it."""
     SHADOW = auto()
-    """An instruction that delays interrupts until the end of the next one. Both are copied."""
+    """An instruction that delays interrupts until the end of the next one. Both instructions are copied."""
     LEAVE = auto()
     """A return or an indirect jump, which the detour copies. The code after the copy is never executed."""
     JUMP = auto()

@@ -43,7 +43,8 @@ _JNE_SHORT = b"\x75"
 def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: int) -> bytes:
     """Encode an atomic addition of `value` to the 8 bytes at an absolute address.
 
-    high:low receives the sum. All other registers are preserved.
+    The registers `high` and `low` receive the upper and lower 4 bytes of the sum. All other registers are
+    preserved.
     """
     kept = [register for register in (AX, DX, BX, CX) if register not in (low, high)]
     load = encoder.load(AX, ABSOLUTE, address, 4) + encoder.load(DX, ABSOLUTE, address + 4, 4)
@@ -142,7 +143,7 @@ A slot has the saved value of a register of the probed code. The slot's number i
 except for the flags and sp.
 """
 SLOT_SP = -2
-"""Slot number for the probed code's stack pointer. It has no saved value, but is computed from sp."""
+"""Slot number for the probed code's stack pointer, which is not saved, but computed from sp."""
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:

@@ -36,16 +36,12 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Reject
 
 
 def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> dict[int, RejectReason | None]:
-    """Return a map: address of an instruction of `known` -> first reason against a jump there, or None.
+    """Return a map: address of an instruction -> first reason against a probe or a jump there, or None.
 
-    The results equal those of detoured_region(); tests/arch/test_x86_reasons.py compares the results of both
-    for random functions. But detoured_region() makes an object for each address, and a kernel has millions of
-    instructions. This function makes one pass backwards over the instructions. It calls detoured_region()
-    only for the addresses of _places_to_ask(). Invariant, when the pass is at `addr`: `nearest_target_after`
-    is the lowest jump target above `addr`, and `targets` contains the jump targets up to `addr`.
-    `first_unsafe_addr` is the lowest address from `addr` on of an instruction that cannot be copied, for
-    `unsafe_reason`. So a jump at `addr` is entered in its middle if `nearest_target_after <= addr +
-    JMP32_SIZE`. It replaces an unsafe instruction if `first_unsafe_addr < addr + JMP32_SIZE`.
+    `known`: the function. The reason is that which _asked() returns for the address;
+    tests/arch/test_x86_reasons.py compares the results with those of check_each_insn() for random functions.
+    But _asked() makes an object for each address, and a kernel has millions of instructions. So this function
+    makes one pass backwards over the instructions, and calls _asked() only where it has to.
     """
     analysis = known.analysis
     function = analysis.function
@@ -84,9 +80,10 @@ def reasons(_checker: object, known: AnalyzedFunction[X86FunctionAnalysis]) -> d
 
 
 def _places_to_ask(known: AnalyzedFunction[X86FunctionAnalysis]) -> set[int]:
-    """Return the addresses in the function `known` for which reasons() must call detoured_region().
+    """Return the addresses in the function `known` for which reasons() must always call _asked().
 
-    A jump at these addresses may overlap a patch site, a BUG, entry text, or the function's end.
+    At these addresses, a probe is refused, or a jump may overlap a patch site, a BUG, entry text, or the
+    function's end.
     """
     function = known.function
     found = {*known.reserved, *range(function.end - JMP32_SIZE + 1, function.end)}
@@ -279,7 +276,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
         return None if reason is None else Rejection(reason, addr)
 
     def insn_size(self, where: Location) -> int:
-        """Return the exact size of the instruction, and not an upper limit as the base class does.
+        """Return the exact size in bytes of the instruction at `where`, not an upper limit.
 
         Instructions with equal bytes are prepared once (copy_insn._prepare_anywhere). With an upper limit,
         the bytes after an instruction would make equal instructions different.
@@ -318,7 +315,7 @@ class X86ProbeChecker(ProbeChecker[X86FunctionAnalysis]):
 
     @property
     def _address_sign(self) -> int:
-        """The upper 32 bits of kernel addresses that a sign-extended 32-bit immediate can hold; 0 on i386."""
+        """Upper 32 bits, in place, of all kernel addresses that a sign-extended imm32 can hold; 0 on i386."""
         return 0xFFFFFFFF << 32 if self.bits == 64 else 0
 
     def label_size(self, code: bytes) -> int:

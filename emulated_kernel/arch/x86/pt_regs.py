@@ -29,9 +29,9 @@ class RegsFrame:
     ) -> None:
         """Store the layout of the frame, and generate its code.
 
-        `pt_regs`: the fields from the lowest address up, one word each; the general registers come first.
-        `fixed`: name -> value of registers that have the same value at every hit. `segments`: code that
-        pushes the segment registers, which are never loaded from the frame.
+        `pt_regs`: names of the fields from the lowest address up, one word each; the general registers come
+        first. `fixed`: name -> value of registers that have the same value at every hit. `segments`: code
+        that pushes the segment registers, which are never loaded from the frame.
         """
         self.encoder = encoder
         self.pt_regs = tuple(pt_regs)

@@ -35,8 +35,8 @@ def frame_insns(
 ) -> Iterator[tuple[int, FrameInsn]]:
     """Yield each instruction of a function: address, and effect on the stack frame.
 
-    `switches_stack`: whether the function loads sp from memory and returns on a stack that an earlier call of
-    it has left, as __switch_to_asm does.
+    `switches_stack`: whether the function loads sp from memory, and so returns on the stack of an earlier
+    call of the same function, as __switch_to_asm does.
     """
     from iced_x86 import InstructionInfoFactory
 
@@ -57,7 +57,10 @@ class _FrameReader:
         self._makers = self._makers_by_mnemonic()
 
     def _makers_by_mnemonic(self) -> dict[int, Callable[[Any], Effect | None]]:
-        """Return mnemonic -> function that returns an instruction's effect, or None for an unknown effect."""
+        """Return a map: mnemonic -> function that returns an instruction's effect.
+
+        The function returns None if _other() must find the effect.
+        """
         from iced_x86 import Mnemonic
 
         return {
@@ -251,7 +254,10 @@ class _FrameReader:
         return _align if self._register(insn, 0) == "sp" else None
 
     def _other(self, insn: Any) -> Effect:
-        """Return the effect of an instruction without a special method: it writes unknown values."""
+        """Return the effect of an instruction without a special rule: what it writes becomes unknown.
+
+        If the instruction moves sp by a constant, sp stays known.
+        """
         from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
 
         info = self._factory.info(insn)
@@ -286,14 +292,17 @@ def _align(frame: Frame) -> None:
 
 
 _HOST_FRAME = 4
-"""Number of words that an interrupt pushes: vector, error code, flags, ip, in address order."""
+"""Number of words that the host pushes to interrupt the guest.
+
+In address order: vector, error code, flags, ip.
+"""
 
 
 def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
     """Return the stack frame at a function's entry.
 
-    The highest word of the frame is the return address. `by_interrupt`: an interrupt enters the function,
-    so the word is the interrupted ip.
+    The highest word of the frame is the return address. `by_interrupt`: whether an interrupt enters the
+    function; if so, this word is the interrupted ip.
     """
     word = bits // 8
     regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}

@@ -190,7 +190,8 @@ class BuiltinKernel(TaskStacks):
     def new_exits(self) -> list[int]:
         """Return the addresses of the task_structs of tasks that have exited since the last call.
 
-        The guest's ring cannot overflow, because it is drained after every stop of the guest.
+        The guest records exits in a ring. The ring cannot overflow, because the host calls this method after
+        every stop of the guest.
         """
         count = int(self._exits[0])
         if count == self._exits_read:
@@ -252,7 +253,9 @@ class BuiltinKernel(TaskStacks):
             return found
 
     def print(self, message: str) -> None:
-        """Print a line in the kernel log; bytes that are not valid UTF-8 are printed unchanged.
+        """Print a line in the kernel log.
+
+        Surrogate escapes in `message` are printed as the bytes that they stand for.
 
         Mirrors: kernel/printk/printk.c:_printk (v6.1).
         """
@@ -326,9 +329,10 @@ class BuiltinKernel(TaskStacks):
         return self._module_reader().read(module)
 
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return the ranges of `spans` that contain a CPU's ip or an address on a task's stack.
+        """Return the ranges of `spans` to which a CPU register or a word on a task's stack points.
 
-        `spans`: disjoint ranges [start, end).
+        `spans`: disjoint ranges [start, end). If the guest has corrupted its task list or stacks, return all
+        of `spans`.
         """
         return self._stacks.in_use_ranges(spans)
 

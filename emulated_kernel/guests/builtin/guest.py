@@ -249,7 +249,7 @@ class Guest:
     def run_in_worker(self, request: Request, name: str) -> int:
         """Make a system call in the task of worker(), and return its raw result.
 
-        If the call sleeps for ever, leave its task alone, and make another task the worker. `name`: name of
+        If the call sleeps for ever, leave the task asleep, and make another task the worker. `name`: name of
         the call for an error message.
         Raises: KernelError EFAULT (the call was killed or does not return), EIO (the guest was dead before).
         """
@@ -265,7 +265,9 @@ class Guest:
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
-        """Write the strings in `args` to the buffer; return MAX_ARGUMENTS words to pass to a function.
+        """Write the strings in `args` to the user buffer at address `buffer`; return MAX_ARGUMENTS words.
+
+        The words are the arguments to pass to a kernel function.
 
         A number is passed as a word, and a string as its address in the buffer. Zeros follow the last
         argument.

@@ -98,7 +98,7 @@ class Modules:
         return {module.name for module in self.loaded()}
 
     def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:
-        """Check that all files were read, except those of modules in `loaded`.
+        """Check that all files were read, except those of modules whose names are in `loaded`.
 
         Raises: KernelError ENOENT (no such module), EINVAL (not a regular file), EFBIG (larger than
         MAX_SIZE), ETIMEDOUT (not read in time), EBUSY (a file system hangs), other errors of reading.
@@ -143,8 +143,8 @@ class Modules:
     def _user_memory(self, size: int, name: str) -> Iterator[int]:
         """Yield the address of `size` bytes of user memory that the `with` block may use.
 
-        If `size` is larger than a buffer, the pages stay mapped after the block, for later use. `name`: name
-        of the module for an error message in the kernel log.
+        If `size` is larger than BUFFER_SIZE, the pages stay mapped after the block, for later use. `name`:
+        name of the module for an error message in the kernel log.
         Raises: KernelError ENOMEM (no memory or buffer is left).
         """
         if size <= BUFFER_SIZE:

@@ -9,7 +9,7 @@ from emulated_kernel.image.call_graph import Calls, FunctionCalls
 from emulated_kernel.machine.text.text import WORD_SIZE, Text
 
 _MAX_WORDS = 64
-"""If more words of the text than this are patched, all calls are watched.
+"""If more words of the text than this are patched, all calls are watched; a word has WORD_SIZE bytes.
 
 Otherwise the functions that contain the words decide which kinds of calls are watched.
 """
@@ -30,7 +30,7 @@ class WatchedCalls:
         self._words = self._ledger.words
         self._kernels_count = text.count
         self._found = 0, 0
-        """Result of the last search: (text changes counted until then, mask of the calls that it found).
+        """Result of the last search: (number of text changes until then, mask of kinds of system calls).
 
         The mask has the kinds of calls that can execute patched text. Both items are in one tuple, so that a
         thread without the lock replaces both at once.

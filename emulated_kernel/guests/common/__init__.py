@@ -1,1 +1,4 @@
-"""Code that both kinds of guests share: host processes and their calls, programs, clocks, and files."""
+"""Code for both kprobefs's own kernel and distributions' kernels.
+
+It is about host processes and their calls, programs, clocks, and files.
+"""

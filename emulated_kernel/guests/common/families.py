@@ -38,8 +38,9 @@ class Families:
     def add(self, pid: int) -> None:
         """Record that a client makes a request.
 
-        If the client had children when it was last read, read its family (its children) again, because some
-        of them may have ended. who_waited() leaves out a client that has lost children since the last read.
+        If the client is not followed yet, read its family (its children and their page faults). Read it again
+        if the client had children when it was last read, because some of them may have ended. who_waited()
+        leaves out a client that has lost children since the last read.
         """
         if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)

@@ -43,7 +43,10 @@ _FILTER = (
     (0x06, 0, 0, 0xFFFFFFFF),
     (0x06, 0, 0, 0),
 )
-"""Classic BPF program that accepts only forks, execs and changes of the name, by the field `what`."""
+"""Classic BPF program that accepts only forks, execs and changes of the name, by the field `what`.
+
+An instruction is (code, jt, jf, k), as in struct sock_filter.
+"""
 
 
 class ForkEvents:

@@ -234,7 +234,7 @@ class GdbSession:
             os.write(self._stop_writer, _STOP)
 
     def close(self) -> None:
-        """Close the session's pipe. Precondition: the debugger has been detached from the guest."""
+        """Close the session's pipe. Call this after Debugger.detach()."""
         self._debugger.on_stop = lambda: None
         os.close(self._stops)
         os.close(self._stop_writer)

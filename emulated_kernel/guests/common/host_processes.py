@@ -43,9 +43,9 @@ _CHECK = 0.1
 Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Number of looks at the processes with new pids but no event, after which each look reads /proc.
+"""Number of successive looks that found new pids but no event, after which each look reads /proc.
 
-The looks are successive. Fewer looks prove nothing, since an event may still be on its way.
+Fewer such looks prove nothing, since an event may still be on its way.
 """
 _START_TIMEOUT = 1.0
 """Maximum seconds from the allocation of a pid until its process appears in events or in /proc."""
@@ -71,8 +71,8 @@ class ProcessWatch:
 
     This base class reports no events; the Python API and tests use it. The methods call(), next_fd() and
     program() take pids of the host. These methods can take a tenth of a second, so their caller must not hold
-    the control lock. All other methods take and return pids of the guest, which number() returns, and need
-    the lock.
+    the control lock. All other methods need the lock, unless they say that they do not use it. They take and
+    return pids of the guest, except for number() and host_pid(), which convert pids.
     """
 
     def set_wait_context(self, waiting: Callable[[], AbstractContextManager[object]]) -> None:
@@ -242,10 +242,10 @@ class HostProcesses(ProcessWatch):
         return bool(named)
 
     def _check(self, *, had_events: bool) -> None:
-        """After a look at the processes with new pids, rely on events no more if several such looks had none.
+        """Stop relying on events if the last _MAX_LOOKS_WITHOUT_EVENT looks found new pids but no event.
 
-        From then on, each look reads /proc. `had_events`: whether events have arrived since the previous
-        look.
+        Call this in each look that finds new pids. When events are no longer relied on, each look reads
+        /proc. `had_events`: whether this look has found events.
         """
         self._looks_without_event = 0 if had_events else self._looks_without_event + 1
         if self._looks_without_event >= _MAX_LOOKS_WITHOUT_EVENT:

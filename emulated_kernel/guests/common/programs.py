@@ -23,7 +23,7 @@ def program_of(pid: int, comm: str, memory: ProcessMemory | None) -> str | None:
     """Return the path of the program whose execve() gave the process the name `comm`.
 
     `memory` reads the path that was passed to execve(). Without `memory`, or if the read fails, the path is
-    the target of /proc/PID/exe. Return None if neither path gave the name. The process may have set its own
+    the target of /proc/PID/exe. Return None if neither path gave the name: the process may have set its own
     name, may have ended, or may run a script while its memory is unknown.
     """
     for path in (_passed(pid, memory) if memory is not None else None, _executed(pid)):

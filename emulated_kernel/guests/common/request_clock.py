@@ -23,7 +23,8 @@ class RequestClock:
 
     A virtual clock hardly advances between two commands of a shell. With such a clock each request adds one
     jiffy, so a script without pauses counts the same number in every run. A pause of at least PAUSE seconds
-    before a request adds its whole length, unless `pauses` is False or the request comes from the Python API.
+    before a request adds its whole length, unless the constructor's `pauses` is False or the request comes
+    from the Python API.
     """
 
     def __init__(

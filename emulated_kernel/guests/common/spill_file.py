@@ -14,7 +14,7 @@ from emulated_kernel.util.errors import KernelError
 
 _FULL = {ENOSPC, EDQUOT, EFBIG}
 _MARGIN = 64 << 20
-"""Bytes that must be free in addition to a file's size, for tables of a kernel that may be appended to it."""
+"""Bytes that must be free in addition to a file's size: a kernel's tables may be appended to the file."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 

@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 30
 
 
 class CoreMemory(Protocol):
-    """Guest memory that is written to a core; see GuestMemory."""
+    """Interface of the guest memory that is written to a core; GuestMemory describes the methods."""
 
     @property
     def ram(self) -> mmap.mmap: ...
@@ -37,7 +37,7 @@ class CoreMemory(Protocol):
 
 
 class CoreSource(Protocol):
-    """A stopped machine that is written to a core; see ProbedMachine."""
+    """Interface of a stopped machine that is written to a core; ProbedMachine describes the methods."""
 
     @property
     def model(self) -> CpuModel: ...
@@ -119,7 +119,7 @@ class OpenVmcore(OpenFile):
     def goes_on_from(self, other: OpenFile) -> None:
         """Take over the core of `other`, so that the client still reads the core that it has opened.
 
-        `other` is the client's open file in the kernel that this one has replaced.
+        `other`: the client's open file before a reboot, which is replaced by this open file.
         """
         super().goes_on_from(other)
         if isinstance(other, OpenVmcore):

@@ -122,9 +122,10 @@ class RunningWorkload:
         return self.started + (self.rounds + self.failed) / self.order.rate
 
     def line(self) -> str:
-        """Return a line of text with the order, the state, the numbers of rounds and the latest error.
+        """Return a line of text about the workload, with a newline.
 
-        The numbers are those of the rounds that succeeded and that failed.
+        It has the order, the state, the number of rounds that succeeded, the number that failed, and the
+        latest error.
         """
         order = self.order
         left = f" left={self.left:.1f}" if self.state == "running" else ""

@@ -113,11 +113,11 @@ def started_with_kernel(
 def kernel_as_booted(
     source: str, seed: int, cpu: ProductionCpu, progress: Callable[[int, int], None]
 ) -> tuple[LinuxKernel, CpuReport]:
-    """Return the tables of a kernel that has booted on a production CPU, and its report about the CPU.
+    """Return the tables of a kernel that has booted on a production CPU, and its report about that CPU.
 
-    The text in the tables is the text after the kernel has patched itself. It has the alternatives for all
-    features of the CPU, including those that the emulator lacks. The parameters are those of ensure_cached().
-    Raises: as ensure_cached().
+    The text in the tables (a LinuxKernel) is the text after the kernel has patched itself. It has the
+    alternatives for all features of the CPU, including those that the emulator lacks. The parameters are
+    those of ensure_cached(). Raises: as ensure_cached().
     """
     path = kernel_file(source)
     place = snapshot.place(path, seed, cpu)

@@ -109,7 +109,7 @@ PROC = "/proc"
 """Mount point of procfs in the guest."""
 DEVICES = "/dev"
 _PROGRAMS = "/bin"
-"""Directory with a link to init named sh, since uprobes need a program file and init is the only one."""
+"""Directory of the link "sh" to init: uprobes need a program file, and init is the only one."""
 _DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
 PROGRAM = b"/init"
 BOOTED = 0x6592A940

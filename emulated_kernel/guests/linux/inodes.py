@@ -35,7 +35,7 @@ _NANOSECONDS = (1 << 30) - 1
 
 
 def inode_offsets(btf: Btf) -> dict[str, int]:
-    """Return path of a member -> offset in bytes, for Inodes.
+    """Return a map: path of a member -> offset in bytes, for Inodes.
 
     Examples of paths are "inode.i_mode" and, for times, "inode.atime.seconds".
 

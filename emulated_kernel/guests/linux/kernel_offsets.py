@@ -34,7 +34,10 @@ KernelOffsets has their addresses only for kernels without SYSCALL_WORK.
 TEXT_POKE = "__text_poke"
 """Symbol of x86's function that writes text."""
 POKED = f"{TEXT_POKE}(addr)", f"{TEXT_POKE}(len)"
-"""Keys in KernelOffsets.offsets: the positions of __text_poke()'s parameters. Absent if BTF lacks them."""
+"""Keys in KernelOffsets.offsets of the positions, from 0, of two parameters of __text_poke().
+
+The keys are absent if BTF lacks the parameters.
+"""
 FREES_TEXT = "module_memfree", "execmem_free"
 """Symbols of the function that frees memory for code; the second exists since Linux 6.10."""
 _OPTIONAL = (
@@ -82,7 +85,7 @@ The limit is a variable or, since v6.14, a member of the pid namespace.
 COARSE_CLOCKS = ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
 """Functions that return the timestamps of files; the second exists since Linux 6.13."""
 TIME_READ = "time_read"
-"""Key, in KernelOffsets.symbols, of the address of the function that reads the supported clock source."""
+"""Key, in KernelOffsets.symbols, of the address of the function that GuestAbi.time_read names."""
 _OF_TIME = (
     *(f"timekeeper.tkr_mono.{name}" for name in (
         "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
@@ -272,7 +275,7 @@ def _pid_max(kernel: LinuxKernel) -> int:
 
 
 def _per_cpu_offsets(kernel: LinuxKernel, needed: tuple[str, ...]) -> dict[str, int]:
-    """Return name of a per-CPU variable -> its offset in the per-CPU area, for KernelOffsets.per_cpu.
+    """Return a map: name of a per-CPU variable -> its offset in the per-CPU area, for KernelOffsets.per_cpu.
 
     The variables are `needed`, RUN_QUEUES and, if the kernel has it, TIMER_BASES.
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (a variable is unknown).
@@ -305,9 +308,10 @@ def _stack_top(kernel: LinuxKernel) -> int | None:
 
 
 def checked_offsets(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the types and ranges of the offsets `kept`, which a snapshot contains; return `kept`.
+    """Check the types and ranges of the values in `kept`, and return `kept`.
 
-    The release must be a text, and all numbers must fit into 64 bits.
+    `kept`: attribute of KernelOffsets or VmcoreOffsets -> its value, as a snapshot stores them. `release`
+    must be a text, and all numbers must fit into 64 bits.
     Raises: KeyError, TypeError, ValueError (the check fails).
     """
     if not isinstance(kept["release"], str):
@@ -340,7 +344,7 @@ def dentry_slow_path_flags(btf: Btf) -> int:
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:
-    """Return key -> offset, size or length, for the page allocator's structures; {} if BTF lacks one."""
+    """Return the entries of KernelOffsets.offsets for the page allocator; {} if BTF lacks one of them."""
     try:
         found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
         return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
@@ -351,7 +355,7 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
 
 
 def _of_text_poke(btf: Btf) -> dict[str, int]:
-    """Return key in POKED -> position of __text_poke()'s parameter; {} if BTF lacks the function."""
+    """Return a map: key in POKED -> position of the parameter; {} if BTF lacks __text_poke()."""
     try:
         _, parameters = btf.prototype(TEXT_POKE)
     except KernelError as error:
@@ -363,7 +367,7 @@ def _of_text_poke(btf: Btf) -> dict[str, int]:
 
 
 def _of_time(btf: Btf) -> dict[str, int]:
-    """Return path -> offset, for the timekeeper's members; {} if a member of _OF_TIME is missing."""
+    """Return the entries of KernelOffsets.offsets for the timekeeper; {} if BTF lacks one of _OF_TIME."""
     found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
     if not found.keys() >= set(_OF_TIME):
         return {}
@@ -371,7 +375,7 @@ def _of_time(btf: Btf) -> dict[str, int]:
 
 
 def _of_timers(btf: Btf) -> dict[str, int]:
-    """Return key -> offset, size or number, for the timer wheels; {} if one of _OF_TIMERS is missing."""
+    """Return the entries of KernelOffsets.offsets for the timer wheels; {} if BTF lacks one of _OF_TIMERS."""
     if not all(btf.has(path) for path in _OF_TIMERS):
         return {}
     wheels = {TIMER_BASES: btf.size("timer_base"), PUNCTUAL: 2 if btf.has(_MIGRATING) else 1}

@@ -62,7 +62,7 @@ _TAIL_EACH = {
 }  # fmt: skip
 """Kind -> size in bytes of each member's entry after the fixed part of a type."""
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
-"""Kind -> size in bytes of the fixed data after a type's three words, and of each member's entry."""
+"""Sizes in bytes by number of a kind: (fixed data after a type's three words, entry of each member)."""
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _ENUMS = (Kind.ENUM, Kind.ENUM64)
 
@@ -101,7 +101,7 @@ _VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
 
 
 class StepLimit:
-    """Limit on the number of types that one call visits.
+    """Limit on the number of types that one search or one declaration visits.
 
     In damaged BTF, types can contain each other, or contain one type very many times.
     """

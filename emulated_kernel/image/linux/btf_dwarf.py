@@ -141,14 +141,15 @@ class _Writer:
         self.word_size = word_size
         self.dwarf = DwarfSections(word_size)
         self._written: dict[int, int] = {}
-        """Cache of reference(): id of a type -> id to write in a reference to the type; 0 for void."""
+        """Cache of reference(): type id that it was called with -> its result, with 0 in place of None."""
         self._next = len(btf)
         """Id for the next type that declared() makes, because the BTF lacks it: a pointer or an array."""
 
     def reference(self, number: int) -> int | None:
-        """Return the id of the type to write in a reference to the type `number`; None for void.
+        """Return the type id to write in a reference to the type `number`; None for void.
 
-        Type tags are skipped, because DWARF lacks them.
+        It is `number`, or for a type tag the id of the type after all tags, because the DWARF has no type
+        tags.
         """
         found = self._written.get(number)
         if found is None:

@@ -150,7 +150,11 @@ def _members_at(
 
 
 def _is_flexible(btf: Btf, number: int, depth: int, limit: StepLimit) -> bool:
-    """Return True if the type `number` is an array without length, or ends with one."""
+    """Return True if the type `number` is an array without length, or ends with one.
+
+    Types nested deeper than `depth` levels are not examined. `limit`: limit on the types that the search
+    visits.
+    """
     limit.take()
     resolved = btf.resolve(number)
     kind = btf.type(resolved)

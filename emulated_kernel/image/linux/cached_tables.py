@@ -26,7 +26,7 @@ from emulated_kernel.util.fast_dataclass import fields
 _ADDRESSES = ("mcount", "return_sites", "bugs")
 _DEFINITIONS = ("events", "syscalls")
 _WORDS = ("ex_table", "jump_labels", "static_calls")
-"""Tables whose entries consist of addresses."""
+"""Attributes of LinuxKernel: tables whose entries are tuples of addresses."""
 
 
 def cached_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
@@ -148,7 +148,7 @@ class CachedKernelTables(LinuxKernel):
         )
 
     def _definition(self, table: str) -> Any:
-        """Return a table of the kernel, decoded from JSON.
+        """Return the table `table`, "events" or "syscalls", decoded from JSON.
 
         Raises: KernelError (the table could not be read when the parts were made).
         """

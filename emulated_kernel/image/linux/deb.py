@@ -110,9 +110,10 @@ class PackageTar:
         return b"".join(pieces)
 
     def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
-        """Yield path, offset and size of each regular file in the tar, and the offset of the next header.
+        """Yield (path, offset, size, offset of the next header) for each regular file in the tar.
 
-        `offset` is the offset of the first header to read.
+        All offsets are in the unpacked tar; the first is that of the file's contents. The parameter `offset`
+        is the offset of the first header to read.
 
         Deviates: tarfile reads long names of any length; here the headers of long names are skipped.
         """

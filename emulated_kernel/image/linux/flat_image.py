@@ -20,13 +20,14 @@ class FlatImage(LinkedMemory):
     """
 
     magic_at: ClassVar[int]
-    """Offset of `magic` in the header."""
+    """Offset in the header of `magic`, the bytes by which an Image of this class is recognized."""
     magic: ClassVar[bytes]
 
     def __init__(self, data: bytes, size: int, linked: int) -> None:
         """Store the kernel's memory. `data`: contents of the file.
 
-        `size`: size in bytes in memory, from the header. `linked`: virtual address of the first byte.
+        `size`: size in bytes of the kernel in memory, from the header. `linked`: virtual address of the first
+        byte.
         """
         if not len(data) <= size <= _MEMORY_LIMIT:
             raise unusable(f"its header says that it takes {size:#x} bytes; the file has {len(data):#x}")

@@ -104,10 +104,10 @@ def _token_tables(data: bytes) -> Iterator[_Tokens]:
 
 
 def _starts(data: bytes, digits: int) -> tuple[int, int]:
-    """Return the first and the last offset at which a token table may start.
+    """Return the first and the last offset at which a token table may start; (0, -1) for none.
 
-    `digits`: offset of the token for "0". This token must be token 48 of the table, because 48 is the code
-    of "0". So 48 zeros must precede the token.
+    `digits`: offset of the token for "0". This token must be token 48 of the table, because 48 is the code of
+    "0". So 48 tokens, each with a zero byte at its end, must precede it.
     """
     least = max(digits - _TOKEN_TABLE_LIMIT + 1, 0)
     last = digits
@@ -138,11 +138,10 @@ def _tokens_at(data: bytes, start: int) -> _Tokens | None:
 
 
 def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Find num_syms and the names in the layout since v7.0, in which the token table follows the markers.
+    """Find num_syms and the names in the layout since v7.0; return None if no word can be num_syms.
 
-    The markers ascend from 0, and each stands for at most 256 names, so num_syms must match the number of
-    markers. The last marker is the size in bytes of all names but the last 256 or fewer. So only a few words
-    can be num_syms. Return None if no word fits.
+    In this layout, the token table directly follows the markers. num_syms must match the number of markers,
+    and its offset must match the last marker. `budget` is reduced by the number of decoded names.
     """
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _PACKED
@@ -168,7 +167,10 @@ def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names 
 
 
 def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Return num_syms and the names, which precede the token table; None if no markers match."""
+    """Find num_syms and the names in the layouts before v7.0; return None if no word can be num_syms.
+
+    num_syms and the names precede the token table. `budget` is reduced by the number of decoded names.
+    """
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _ALIGNMENT
     end = tokens.start - tokens.start % _ALIGNMENT

@@ -40,7 +40,10 @@ class KernelEvent:
     key: int
     """Address of the tracepoint's static key; 0 without tracepoint."""
     is_plain: bool
-    """Whether the tracepoint has neither regfunc nor unregfunc, which would be called to enable it."""
+    """Whether the tracepoint has no functions to call when it is enabled or disabled (regfunc, unregfunc).
+
+    False without tracepoint.
+    """
 
 
 class Structures:

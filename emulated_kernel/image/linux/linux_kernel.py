@@ -161,7 +161,7 @@ class LinuxKernel:
 
     @property
     def architecture(self) -> str:
-        """Name of the kernel's processor, as in MachineConfig.arch."""
+        """Name of the kernel's architecture, as in MachineConfig.arch."""
         return self.vmlinux.architecture
 
     # Tables that decide which addresses can be probed
@@ -173,7 +173,7 @@ class LinuxKernel:
 
     @cached_property
     def ex_table(self) -> Sequence[ExTableEntry]:
-        """The exception table, sorted by address."""
+        """The exception table, sorted by the address of the instruction."""
         return tuple(sorted(text_tables.ex_table(*self._table(_EX_TABLE))))
 
     @cached_property
@@ -381,7 +381,10 @@ class LinuxKernel:
 
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
-        """Address, aligned to 8 bytes, and contents of each part of the segments outside the text."""
+        """(address, contents) of the part of each segment before the text, and of the part after it.
+
+        The start of each part is rounded up to a multiple of 8. A part that is empty is left out.
+        """
         for segment in self.vmlinux.segments:
             start = segment.va
             end = segment.va + len(segment.data)
@@ -406,7 +409,11 @@ class LinuxKernel:
         return bytes(text)
 
     def booted(self, returns: ReturnThunks, part: Range | None = None) -> Self:
-        """Return a copy of this kernel, with the text that text_as_booted(returns, part) returns."""
+        """Return a copy of this kernel with its return instructions rewritten, as text_as_booted() does.
+
+        `returns`: way in which boot rewrites the returns. `part`: range of the text to rewrite; None for all
+        text.
+        """
         copied = copy(self)
         start, _ = part or self.text
         text = self.text_as_booted(returns, part)
@@ -418,8 +425,8 @@ class LinuxKernel:
     def with_ftrace_sites(self) -> Self:
         """Return a copy of this arm64 or riscv64 kernel, with its fentry sites as ftrace writes them at boot.
 
-        In the kernel's file, these sites are nops of the compiler. Other kernels are returned unchanged. x86:
-        see ProbeChecker.unpatched_code().
+        In the kernel's file, these sites are nops of the compiler. A kernel without fentry sites or for x86
+        is returned unchanged. x86: ProbeChecker.unpatched_code() puts nops at a function's fentry sites.
         Mirrors: arch/arm64/kernel/ftrace.c:ftrace_init_nop (v6.12).
         Mirrors: arch/riscv/kernel/ftrace.c:ftrace_init_nop (v6.12, v6.16).
         """

@@ -34,13 +34,16 @@ _ELF = b"\x7fELF"
 _FILE = lazy_pattern(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 _MODULE_PACKAGES = "linux-modules-", "linux-modules-extra-"
 _MODULE_RPMS = "kernel-modules-", "kernel-modules-extra-"
-"""Beginnings of the names of packages that the error about a missing module names; the release follows."""
+"""How the names of Fedora's packages with modules begin; the kernel's release follows.
+
+The error about a missing module names these packages if the kernel is from an .rpm.
+"""
 _PACKAGES = "linux-modules-{}_*.deb", "linux-modules-extra-{}_*.deb", "kernel-modules*-{}.rpm"
 """Patterns for the file names of packages with modules; `{}` is the kernel's release."""
 
 
 class ModuleFiles:
-    """Finds and reads the files of one kernel's modules: that of a module, and those of its dependencies.
+    """Finds and reads module files for one kernel: the file of a module, and the files of its dependencies.
 
     A read can take seconds, because it unpacks a package up to the module.
     """
@@ -182,9 +185,9 @@ class _Package:
     def _forget(self, found_as: tuple[int, ...] = ()) -> None:
         self._identity = found_as
         self._places: dict[str, tuple[int, int]] = {}
-        """Module name -> offset in the unpacked tar, and size in bytes."""
+        """Module name -> (offset in the unpacked archive, size in bytes) of the module's file."""
         self._next: int | None = 0
-        """Offset of the first tar header that was not examined yet; None if all were examined."""
+        """Offset in the unpacked archive of the first header not yet examined; None if all were examined."""
         self._kept: dict[str, bytes] = {}
         """Cache of module files: name -> contents, the most recently used last."""
 

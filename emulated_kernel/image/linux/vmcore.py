@@ -84,7 +84,8 @@ def _merged(loads: Iterable[CoreSegment]) -> Iterator[CoreSegment]:
 class CoreFile:
     """An open dump of a machine's memory (vmcore).
 
-    `segments` are sorted by address and exclude device memory. The file isn't mapped.
+    `segments`: the pieces of RAM, sorted by physical address, without device memory. The file is read with
+    pread(2) when data are needed, not mapped.
 
     Raises: UnusableFile (not a complete dump of an x86_64 machine). All methods that read can raise it, too.
     """
@@ -174,7 +175,7 @@ class CoreFile:
         return data
 
     def data(self, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and contents of each block of pages in a range of the file. Holes are left out."""
+        """Yield (file offset, contents) of each block of pages in a range of the file, without holes."""
         at = offset
         end = offset + size
         while at < end:

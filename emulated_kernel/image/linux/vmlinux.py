@@ -258,7 +258,7 @@ class Vmlinux(LinkedMemory):
 
     @cached_property
     def symtab(self) -> list[tuple[int, str, str]]:
-        """Address, letter that nm prints, and name of each symbol; empty if the file is stripped."""
+        """(address, nm's letter, name) of each symbol for kallsyms; empty if the file is stripped."""
         return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
 
     @staticmethod

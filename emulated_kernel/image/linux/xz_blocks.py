@@ -12,7 +12,7 @@ _END = b"YZ"
 _INDEX_LIMIT = 1 << 16
 """Maximum size of an index in bytes; a package of a gigabyte has an index of about a hundred bytes."""
 _MAX_BITS = 56
-"""Maximum number of bits of a variable-length integer before its last byte."""
+"""Maximum number of bits of an integer in the bytes before its last byte; see _number()."""
 
 
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:

@@ -28,10 +28,13 @@ class PerCpuVars(MutableMapping[str, int]):
     def __init__(self) -> None:
         self._values: dict[str, list[int]] = {}
         self._live: dict[str, list[memoryview]] | None = None
-        """Views of the cells in guest memory while the probe is registered, otherwise None."""
+        """Cell name -> a view of the cell in guest memory for each CPU. None: the probe isn't registered."""
 
     def per_cpu(self, name: str) -> list[int]:
-        """Return the numbers in the cell `name`, one for each CPU. Raises: KeyError (no such cell)."""
+        """Return the numbers in the cell `name`, one for each CPU. Raises: KeyError (no such cell).
+
+        A cell that was set while the probe wasn't registered has one number until the probe is registered.
+        """
         return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
@@ -104,11 +107,12 @@ class AssembledHandlers:
         records: RecordMemory,
         cells: PerCpuVars,
     ) -> None:
-        """Assemble the texts. Texts that name the same cell share the cell.
+        """Assemble `texts`: point of a hit -> text. Texts that name the same cell share the cell.
 
         `records` allocates the guest memory of the cells. `cells` holds the cells' initial values, and reads
         and writes the cells afterwards.
-        Raises: KernelError EINVAL (an error in a text, with its position), ENOMEM (no room for cells).
+        Raises: KernelError EINVAL (an error in a text, with its position, or a cell that was set and that no
+        text uses), ENOMEM (no room for cells).
         """
         sources = {
             moment: SourceText.parse(text, moment.value, assembler.comment) for moment, text in texts.items()

@@ -41,10 +41,11 @@ Raises: KernelError (the code must jump to an address that is out of reach).
 EmitAll = Callable[[ProgramBuilder], object]
 """Function that adds to a program all handlers that the compiled code runs."""
 SHORTAGES = (MemoryError, ImportError, OSError)
-"""Exceptions if the host lacks memory or file descriptors, or if code must jump to an address out of reach.
+"""Exceptions that keep a handler from being compiled: the host lacks something, or a jump is too long.
 
-They may occur in the middle of a hit, which must continue. A package that can't be imported raises an
-ImportError, too. Code that catches one of the exceptions calls Compiler.log_failure(), which logs it.
+The host can lack memory, file descriptors, or a package (ImportError). A jump is too long if its target is
+out of reach. The exceptions may occur in the middle of a hit, which must continue. Code that catches one of
+them calls Compiler.log_failure(), which logs it.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -170,9 +171,9 @@ class Compiler:
         `target`: address at which the guest continues after the handler; None if the instruction is emulated.
         If no jump reaches the target, a breakpoint leads there.
         `region`: the emulated instruction, or None. If its relocated form can be compiled, the form follows
-        the handler and does the work of the instruction. If Python must do this work, always or in cases that
-        the form leaves to Python, the guest reaches a breakpoint at `CompiledCode.tail`. The caller sets the
-        handler of this breakpoint.
+        the handler and emulates the instruction. Otherwise, and in cases that the form leaves to Python, the
+        guest reaches a breakpoint at `CompiledCode.tail`. The caller sets the handler of this breakpoint,
+        which emulates the instruction.
         """
         arch = self._arch
         ends: list[StubEnd] = []
@@ -291,8 +292,8 @@ class Compiler:
     def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
         """Compile a program that the fentry sites of many functions call; it continues at `ret`.
 
-        `ret` is the address of a return instruction. Each of the functions may read any register. Return None
-        if there is no room for the code.
+        `ret` is the address of a return instruction. The code restores the general registers that it changes,
+        because each of the functions may read any of them. Return None if there is no room for the code.
         """
         handler = self._arch.called_code(builder.program(), 0, self._live_in_callers)
         return self._write(builder, handler, self._arch.jump_size, self._going_on_at(ret))
@@ -332,7 +333,10 @@ class Compiler:
         return code
 
     def lead_to(self, jump: CompiledCode, target: int) -> bool:
-        """Redirect a jump that jump() created to `target`. Return False if `target` is out of reach."""
+        """Redirect `jump`, which the method jump() created, to `target`.
+
+        Return False, without a change, if `target` is out of reach; otherwise True.
+        """
         if jump.target != target:
             try:
                 insn = self._arch.relative_jump(jump.address, target)
@@ -527,7 +531,7 @@ class Compiler:
 def _redirect(target: int | LinkedJump) -> Redirect:
     """Return the handler of a breakpoint that makes the guest continue at `target`.
 
-    A LinkedJump stands for the address to which this instruction jumps, and also sets its link register.
+    If `target` is a LinkedJump, the handler emulates this instruction: it also sets the link register.
     """
     return LinkedRedirect(target) if isinstance(target, LinkedJump) else Redirect(target, _go_to, target)
 

@@ -37,7 +37,10 @@ class CompiledCode:
     region: Region | None = field(default=None, init=False)
     """The emulated instruction whose relocated form follows the handler of a stub; None without one."""
     leads: tuple[int, ...] = field(default=(), init=False, metadata=ADDRESS)
-    """Addresses of breakpoints at a stub's end that redirect the guest. Each hit executes one of them."""
+    """Addresses of the breakpoints at a stub's end that redirect the guest; often there are none.
+
+    If there are any, each hit executes exactly one of them.
+    """
     tail: int = field(default=0, init=False, metadata=ADDRESS)
     """Address of the breakpoint at the end of the code, which some or all hits reach; 0 if there is none."""
     retired: bool = field(default=False, init=False)

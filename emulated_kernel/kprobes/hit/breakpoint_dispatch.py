@@ -50,7 +50,11 @@ class BreakpointDispatch:
         self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
         self.may_lead_jumps = True
-        """Whether a hit that came by a jump may compile the handlers, and redirect the jump to them."""
+        """Whether a hit by a jump may compile the handlers, and redirect the jump to them.
+
+        While it is False, Python handles the hits by jumps that are not redirected yet. See
+        Optimizer.stop_changes().
+        """
         # Bound once, because thousands of probes keep them.
         self._on_first_breakpoint = self._first_by_breakpoint
         self._on_step_end = hits.on_step_end
@@ -98,7 +102,7 @@ class BreakpointDispatch:
             breakpoints[detour.trap] = partial(self._first_by_detour, head, detour.trap)
 
     def _install_step_end(self, head: AggrKprobe, insn: OutOfLine) -> None:
-        """Route the trap after the copied instruction; the trap ends the step."""
+        """Route the trap that ends the step of a copied instruction, if it has such a trap."""
         step_end = insn.step_end
         if step_end is None:
             return
@@ -159,7 +163,7 @@ class BreakpointDispatch:
             self._make_stub(head, leads_to)
 
     def _leave_to_python(self, head: AggrKprobe) -> None:
-        """Handle the probe's hits in Python until its handlers change.
+        """Let Python handle the probe's hits until the probe's handlers change.
 
         The steps of the copied instruction still end without Python if possible.
         """
@@ -173,7 +177,8 @@ class BreakpointDispatch:
     def compile_stub(self, head: AggrKprobe) -> bool:
         """Compile the handlers for breakpoint hits before the first hit; return True if there is guest code.
 
-        Without a hit, there is no sample of registers with which a benchmark can measure the handlers.
+        The cost of a hit cannot be measured afterwards: the registers for this are kept at a hit that
+        compiles the handlers.
         """
         if head.stub is None and not head.is_disabled and head.may_compile:
             self._make_stub(head, self._leads_to(head))

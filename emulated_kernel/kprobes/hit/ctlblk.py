@@ -70,7 +70,7 @@ class KprobeCtlblk:
         self._set_within(True)
 
     def leave_python(self) -> None:
-        """Undo enter_python(); called after the guest has run within the current hit."""
+        """No longer make all traps go to Python; called after the guest has run within the current hit."""
         self._set_within(False)
 
     def _set_within(self, within: bool) -> None:
@@ -109,7 +109,7 @@ class KprobeCtlblk:
             self.set_running(None)
 
     def restore_to(self, depth: int) -> None:
-        """End the hits that occurred while the guest ran a handler, after the handler was aborted.
+        """End the hits that occurred during an aborted handler, which the guest ran.
 
         `depth`: length of `interrupted` before the handler ran.
         """

@@ -39,7 +39,10 @@ class EntryCode(Generic[KindT]):
         self._jumps: dict[KindT, CompiledCode] = {}
         self._codes: list[CompiledCode] = []
         self.is_settled = False
-        """Whether make() need not run until the settings change: it has run, or no code can be compiled."""
+        """Whether make() has run for the current settings, or no code can be compiled for them.
+
+        If it is True, make() need not run until the settings change.
+        """
 
     @property
     def may_make(self) -> bool:

@@ -125,9 +125,9 @@ class FtraceSites:
         return call
 
     def install(self, head: AggrKprobe) -> None:
-        """Forget the handler of an armed probe's calls, because the probe's state has changed.
+        """Make the next call of an armed probe's site find its handler anew; the probe's state has changed.
 
-        The next call finds the handler anew. If the probe is not armed, do nothing.
+        If the probe is not armed, do nothing.
         """
         if head.address in self._callers:
             self._route({head.address})
@@ -428,8 +428,7 @@ class FtraceSites:
     def _update(self, sites: Iterable[int]) -> None:
         """Write at `sites` the calls that their users require, and nops at sites without users.
 
-        The handler of a site's calls is removed after the site has become a nop. All sets may have tens of
-        thousands of members, so they are copied as seldom as possible.
+        The handler of a site's calls is removed after the site has become a nop.
         """
         if not isinstance(sites, set):
             sites = set(sites)

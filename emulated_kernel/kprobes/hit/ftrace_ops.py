@@ -64,7 +64,7 @@ class FtraceOps:
     codes_of: CodesOf = no_code
     """Function that divides fentry sites by the guest code for their calls; see CodesOf.
 
-    The code does the same as `func`. A site calls it if no other ftrace_ops hooks the site.
+    The code does the same as `func`. A site calls the code only if no other ftrace_ops hooks the site.
     """
     assembly: AssemblyOwner | None = field(default=None, init=False)
     """Object that has the user's handlers in assembly; None if there are no such handlers.
@@ -114,7 +114,7 @@ class FtraceOpsList:
         return len(self._numbers)
 
     def join(self, ops: FtraceOps, sites: Collection[int]) -> None:
-        """Make `ops` a user of more sites. If it is not in the list yet, it becomes the newest user."""
+        """Add `sites` to the sites of `ops`. If `ops` is not in the list yet, add it as the newest user."""
         if ops not in self._numbers:
             self._numbers[ops] = next(self._next)
         if ops not in self._many and len(ops.sites) + len(sites) > _FEW:

@@ -52,7 +52,7 @@ class FprobeRegs(Enum):
 
 
 CALLED = 3
-"""Number of the virtual register that contains the function's address when a program starts."""
+"""Number of the virtual register with the function's address when an entry or exit program starts."""
 FprobeHandler: TypeAlias = Callable[["Fprobe[RegsT]", int, RegsT, memoryview], object]
 """Function that takes the fprobe, the address of the function, the registers and the call's own data.
 
@@ -94,18 +94,20 @@ class Fprobe(FailureCount, Generic[RegsT]):
     exit_registers: Sequence[str] = ()
     """Names of the registers that the exit_handler reads."""
     entry_program: CompileHandler | None = None
-    """Emits guest code that replaces `entry_handler`, for EntryKind.CALL; None: there is no such code.
+    """Function that emits guest code in place of `entry_handler`; None: there is no such code.
+
+    It is called with EntryKind.CALL. When the code starts, the virtual register CALLED has the function's
+    address; ip is unknown.
 
     After a change of the emitted code, call Fprobes.handler_changed().
-
-    The virtual register CALLED has the function's address; ip is unknown.
     """
     exit_program: CompileHandler | None = None
-    """Emits guest code that replaces `exit_handler`, for EntryKind.RETURN; None: there is no such code.
+    """Function that emits guest code in place of `exit_handler`; None: there is no such code.
+
+    It is called with EntryKind.RETURN. When the code starts, the virtual register CALLED has the function's
+    address; ip is unknown.
 
     After a change of the emitted code, call Fprobes.handler_changed().
-
-    The virtual register CALLED has the function's address; ip is unknown.
     """
     code: str | None = None
     """A handler in assembly for entries, which runs before the other handlers, or None; see Kprobe.code."""
@@ -114,7 +116,10 @@ class Fprobe(FailureCount, Generic[RegsT]):
     is_disabled: bool = False
     """Whether the fprobe is disabled: its handlers are not called; see Kernel.disable_fprobe()."""
     is_over_fgraph: bool = False
-    """Whether enabled_functions shows the fprobe as Linux 7.2 does, where it uses the function graph."""
+    """Whether the fprobe looks in enabled_functions as in Linux 7.2, where fprobes use the function graph.
+
+    If it is False, the fprobe looks as in Linux 6.1.
+    """
     cells: PerCpuVars = field(default_factory=PerCpuVars, init=False, repr=False)
     """Name of a variable of `code` and `return_code` -> its value, the sum of the numbers of all CPUs.
 
@@ -164,7 +169,7 @@ class PartialRegs:
 
 @dataclass(eq=False)
 class _FprobeOps(AssemblyOwner):
-    """The engine's state of a registered fprobe."""
+    """What Fprobes keeps for a registered fprobe: its FtraceOps and its guest code."""
 
     fp: Fprobe[Any]
     ops: FtraceOps
@@ -280,9 +285,9 @@ class Fprobes:
             self._kprobes.forget(assembled)
 
     def _attach_assembly(self, fp: Fprobe, registered: _FprobeOps) -> None:
-        """Let an fprobe's assembly handlers run at calls that Python handles, unless it is disabled.
+        """Make an fprobe's assembly handlers run at returns, and at entries that Python handles.
 
-        If the fprobe is disabled, the handlers do not run any more. `registered`: the engine's state of the
+        If the fprobe is disabled, the handlers do not run any more. `registered`: the _FprobeOps of the
         fprobe.
         """
         moments = () if fp.is_disabled else handler_texts(fp)
@@ -369,7 +374,7 @@ class Fprobes:
     # Registers
 
     def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
-        """Return names of registers: those that the entry handler gets, and those for the exit handler."""
+        """Return (registers that the entry handler gets, registers that the exit handler gets), as names."""
         if fp.registers is FprobeRegs.PT_REGS:
             return (frozenset(self._arch.pt_regs),) * 2
         return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
@@ -410,7 +415,7 @@ class Fprobes:
     def _compile(self, fp: Fprobe, registered: _FprobeOps) -> None:
         """Compile guest code that handles the fprobe's entries; if that is impossible, Python handles them.
 
-        `registered`: the engine's state of the fprobe, in which the code is stored.
+        `registered`: the _FprobeOps of the fprobe, in which the code is stored.
         """
         sites = self._kprobes.sites
         builder = ProgramBuilder()

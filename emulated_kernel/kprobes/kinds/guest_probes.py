@@ -95,8 +95,8 @@ class _GuestProbe:
 class GuestProbes:
     """Registers probes at the guest's request (Hypercall.KPROBES), and calls their handlers in the guest.
 
-    The handlers run on the stack of the interrupted task. While such probes exist, breakpoint handlers are
-    called between two runs of the emulator; see TrapHooks.guest_callers.
+    The handlers run on the stack of the interrupted task. While such probes exist, the host handles each
+    breakpoint only after the emulator has stopped; see TrapHooks.guest_callers.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class GuestProbes:
             machine.memory.write_word(self._abi["host_jprobe_return"], jprobes.jprobe_return)
 
     def serve(self, op: int, probe: int, _unused: int) -> int:
-        """Execute the guest's request `op` for the structure at the address `probe`, and return 0.
+        """Execute the call `op`, a KprobeOp, for the guest's structure at the address `probe`, and return 0.
 
         Raises: KernelError EFAULT (no such memory), EINVAL (unknown op, registered already, or not
         registered), EOPNOTSUPP (a jprobe, if the profile has none), errors of `Kprobes` and `Kretprobes`.

@@ -61,9 +61,9 @@ class Kretprobe(Kprobe[RegsT]):
     handler: KretprobeHandler[RegsT] | None = None
     """Called when the function returns."""
     return_program: CompileHandler | None = None
-    """Emits guest code that replaces `handler`, for EntryKind.RETURN; None: there is no such code.
+    """Function that emits guest code in place of `handler`; None: there is no such code.
 
-    After a change of the emitted code, call Kretprobes.handler_changed().
+    It is called with EntryKind.RETURN. After a change of the emitted code, call Kretprobes.handler_changed().
     """
     return_code: str | None = None
     """A handler in assembly for returns, or None. It shares `cells` with `code`, the handler for entries."""

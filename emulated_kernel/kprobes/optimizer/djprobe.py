@@ -63,7 +63,7 @@ class Djprobes(Optimizer):
     def resolve_region(self, kprobe: Kprobe) -> Region | None:
         """Return the region that a probe's jump would replace; None if the probe has no `length`.
 
-        Deviates: the paper's kernel has no disassembler, so it does not check the length.
+        Deviates: the `length` is checked. The paper's kernel has no disassembler, so it cannot check it.
         Source: section 3.3.1.
 
         Raises: KernelError EEXIST (another djprobe's region covers the address), EINVAL (the static analysis

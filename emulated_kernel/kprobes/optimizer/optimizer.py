@@ -417,8 +417,8 @@ class Optimizer:
     def _leading_to(self, head: AggrKprobe) -> Iterator[Span]:
         """Iterate over address ranges of code that can enter the middle of a probe's region without a hit.
 
-        Such code is the probe's own slot. It is also the slots, detours and handlers of other probes that may
-        continue in the region.
+        It is in the probe's own slot, or in slots, detours and handlers of other probes that may continue in
+        the region.
         """
         assert head.detour is not None
         for distance in range(1 - self._arch.max_detoured, head.detour.length):
@@ -506,7 +506,7 @@ class Optimizer:
             self._kick()
 
     def _is_written(self, head: AggrKprobe) -> None:
-        """Set `is_patched`, as the probe's jump is in the text now, and forget the cost of earlier hits."""
+        """Set `head.is_patched`: the probe's jump is in the text now. Forget the cost of earlier hits."""
         head.is_patched = True
         head.cost.forget()
 
@@ -553,8 +553,8 @@ class Optimizer:
 
 
 def _where(region: Region) -> str:
-    """Return the end of the message about missing memory for a detour: the place that `region` requires.
+    """Return the end of a message that no memory is left for a detour: where the detour would have to be.
 
-    Return "" if the jump of the region keeps no bytes of the original text.
+    Return "" if the jump of `region` keeps no bytes of the original text.
     """
     return " where the kept bytes let the jump lead" if region.kept else ""

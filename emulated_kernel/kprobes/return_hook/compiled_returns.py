@@ -92,7 +92,10 @@ class NativeReturns:
         assert arch.returns is not None, "the caller checks it"
         self._kept = arch.returns.live.registers
         self._preserves_all = compiler.saves_all or arch.returns.preserves_all
-        """Whether all registers are preserved, so that functions need not follow the calling convention."""
+        """Whether handlers in guest code preserve all registers on which a caller may rely.
+
+        If False, only hooks with `follows_convention` get a handler in guest code.
+        """
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
 
@@ -218,7 +221,7 @@ class NativeReturns:
     def drop_handler(self, hook: ReturnHook) -> None:
         """Drop the guest code of a hook whose handler has changed.
 
-        Python handles the hook's returns until the next entry.
+        Python handles the hook's returns until emit_entry() or emit_graph_entry() compiles the handler again.
         """
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = 0

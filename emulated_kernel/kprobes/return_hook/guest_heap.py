@@ -36,8 +36,8 @@ class PageSource(Protocol):
 class GuestHeap:
     """Allocates small pieces of zeroed guest memory; `heap[address]` is the word at `address`.
 
-    Raises: MemoryFault (by `heap[address]`: the address, which the guest can change, is not in the heap's
-    memory).
+    Raises: MemoryFault (`heap[address]` with an address outside of the heap's memory, for example from a
+    pointer that the guest has damaged).
     """
 
     def __init__(self, source: PageSource, word_size: int) -> None:
@@ -71,13 +71,13 @@ class GuestHeap:
         return sum(size for size, _ in self._sizes.values())
 
     def size_of(self, address: int) -> int:
-        """Return the size that was passed to the `alloc` that returned `address`."""
+        """Return the size in bytes of the piece at `address`, as it was passed to alloc()."""
         return self._sizes[address][0]
 
     def alloc(self, size: int) -> int:
         """Return the address of a new piece of `size` zeroed bytes.
 
-        Raises: KernelError ENOMEM (the machine has no memory for a further chunk).
+        Raises: KernelError ENOMEM (the heap is full, and the machine has no memory to extend it).
         """
         # Try the newest chunk first; if there are thousands, the older ones are full.
         for base, pool in reversed(self._chunks.items()):
@@ -157,19 +157,22 @@ class TaskFields:
         self._format = _FORMATS[word_size]
         self._word_size = word_size
         self._known: tuple[dict[int, memoryview], ...] = ({}, {})
-        """Number of a field -> address of a task -> live view of the task's field."""
+        """Number of a field (RETHOOKS or RET_STACK) -> address of a task -> live view of the task's field."""
         self._currents: dict[int, memoryview] = {}
         """Address of a per-CPU area -> live view of the word with the CPU's current task."""
         self._offsets = tuple(abi.get(name) for name in _FIELDS)
         self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0
-        """Number of the current CPU."""
+        """Number of the current CPU, which look_from() sets."""
         if self._current_at is not None:
             self.look_from(0, abi["percpu.base"])
 
     def look_from(self, cpu: int, area: int) -> None:
-        """Make `cpu` the current CPU; `area` is the address of its per-CPU area."""
+        """Make `cpu` the current CPU, whose task current() returns.
+
+        `area`: address of this CPU's per-CPU area.
+        """
         self.cpu = cpu
         current = self._currents.get(area)
         if current is None and self._current_at is not None:
@@ -190,7 +193,10 @@ class TaskFields:
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int, field: int) -> memoryview:
-        """Return a live view of the word in a task's field; `field` is RETHOOKS or RET_STACK."""
+        """Return a live view of a field of a task, which is one word.
+
+        `task`: address of the task_struct. `field`: RETHOOKS or RET_STACK.
+        """
         known = self._known[field]
         word = known.get(task)
         if word is None:

@@ -103,15 +103,15 @@ class HookSets(TaskObserver):
         return address if slot is None else self.real_return_address(slot, address)
 
     def trampolines(self) -> Iterator[tuple[str, Trampoline]]:
-        """Iterate over pairs of a trampoline's name in Linux and the trampoline."""
+        """Yield (name, trampoline) for each set of hooks; `name` is the symbol of Linux's trampoline."""
         for hooks in self._sets:
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
     def freed(self, task: int) -> None:
         """Discard the hooked calls from which an ended task never returned.
 
-        `task`: address of the freed task_struct. The built-in guest needs no such event, because
-        rethook_flush_task() traps to the host there.
+        `task`: address of the task_struct, which the guest has freed. The built-in guest does not need this
+        method, because its rethook_flush_task() traps to the host.
         """
         for hooks in self._sets:
             hooks.flush(task)

@@ -40,7 +40,7 @@ NEXT = 0
 PPREV = 1
 """Index of the word in struct kretprobe_instance with the address of the pointer to this instance."""
 RP = 2
-"""Index of the word in struct kretprobe_instance with the address of its hook.
+"""Index of the word in struct kretprobe_instance with the address of the instance's hook.
 
 In Linux, the member `rp` has the address of the struct kretprobe.
 """
@@ -325,7 +325,11 @@ class InstancesCode(StackCode[KretprobeInstTable]):
         builder.place(last)
 
     def _link(self, builder: ProgramBuilder, first: int) -> None:
-        """Emit code that puts NODE first in the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
+        """Emit code that puts NODE first in the list whose head is at SECOND.
+
+        `first`: number of a virtual register that the code may overwrite.
+        Mirrors: include/linux/list.h:hlist_add_head.
+        """
         word = self.word
         alone = builder.label()
         builder.emit(

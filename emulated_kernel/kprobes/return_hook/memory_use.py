@@ -16,7 +16,10 @@ _TASK_SIZE = 1 << 10
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory in bytes that `probes` hooks with `nodes` nodes each take on a shadow stack."""
+    """Memory use of one kind of shadow stack: `memory` bytes for `probes` hooks of `nodes` nodes each.
+
+    `stack`: name of the kind (ShadowStack.name).
+    """
 
     stack: str
     probes: int

@@ -188,10 +188,11 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
         """Emit code that turns a count into the address of its entry in the ring, minus ENTRIES words.
 
-        `counter`: number of the virtual register with the count, which gets the result.
+        `hook`: address of the hook that owns the ring. `counter`: number of the virtual register with the
+        count (the ring's word HEAD or TAIL); it also gets the result.
 
         Before the code runs, register SECOND has the address of the ring. Callers add ENTRIES words as the
-        offset of a load or store. `hook`: address of the hook that owns the ring.
+        offset of a load or store.
         """
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),

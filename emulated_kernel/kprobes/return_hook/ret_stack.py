@@ -170,9 +170,9 @@ class RetStack(ShadowStack):
         return node
 
     def _set_end(self, array: int, end: int) -> None:
-        """Set the number of words in use of the array at `array`, so that the newest entry ends at `end`.
+        """Set an array's count of words in use, so that the array's newest entry ends at `end`.
 
-        Both are addresses.
+        `array`: address of the array. `end`: address after the entry.
         """
         self.words[array + self.used_at] = (end - array) // self.words.word_size
 
@@ -237,7 +237,7 @@ class RetStack(ShadowStack):
             self.words[array + self.used_at] = 0
 
     def flush(self, task: int) -> list[int]:
-        """Remove the calls of an ended task, and free its array; return the hooks of the removed calls.
+        """Remove the calls of an ended task, and free its array; return the address of each call's hook.
 
         Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1).
         """
@@ -373,11 +373,11 @@ class RetStackCode(StackCode[RetStack]):
     def older(
         self, builder: ProgramBuilder, hook: int, call: int, spare: tuple[int, int, int], none: Label
     ) -> None:
-        """Emit code that replaces a node of the running task by the node of the next older call of a hook.
+        """Emit code that moves register `call` from one node of the running task to an older node of a hook.
 
-        `hook`: address of the hook. `call`: number of the virtual register with the node. `spare`: numbers of
-        three virtual registers that the code may overwrite. If there is no older call, the code goes to
-        `none`.
+        `hook`: address of the hook. `call`: number of the virtual register with the address of a node; the
+        code sets it to the next older node of the hook. `spare`: numbers of three virtual registers that the
+        code may overwrite. If the hook has no older node, the code goes to `none`.
         """
         word = self.word
         again = builder.label()

@@ -30,7 +30,7 @@ class RethookStack(RethookListStack):
 
     @property
     def number_mask(self) -> int:
-        """Mask of the bits of a head with the first node's number; if they are 0, the list is empty."""
+        """Mask of the bits of a free list's head that hold the first node's number; 0 means an empty list."""
         return (1 << NUMBER_BITS[self.words.word_size]) - 1
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
@@ -47,7 +47,7 @@ class RethookStack(RethookListStack):
         words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
 
     def origin(self, hook: int) -> int:
-        """Return the address from which the node numbers of `hook` count.
+        """Return the address that corresponds to number 0 in the node numbers of `hook`.
 
         A node's number is its distance from this address in words. No node has the number 0, which means an
         empty list.

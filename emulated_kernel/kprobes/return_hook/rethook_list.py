@@ -123,7 +123,7 @@ class RethookListStack(ShadowStack):
 
     @abstractmethod
     def _fill_pool(self, hook: int, nodes: range) -> None:
-        """Put the hook's new nodes into the pool."""
+        """Put the new nodes of a hook, whose addresses are `nodes`, into the hook's pool."""
 
     @abstractmethod
     def _take(self, hook: int) -> int:

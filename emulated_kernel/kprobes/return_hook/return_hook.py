@@ -30,7 +30,8 @@ class RethookNode:
     ret_addr: int = field(default=0, metadata=ADDRESS)
     """Address to which the function returns.
 
-    If several probes hook the call, all nodes except one contain the address of a trampoline.
+    If several hooks have hooked the call, only the oldest hook's node is sure to have this address. The
+    others may have the address of a trampoline.
     """
     frame: int = field(default=0, metadata=ADDRESS)
     """Address of the stack slot that contained the return address."""
@@ -83,7 +84,7 @@ class ReturnHook(AssemblyOwner):
     assembled: AssembledHandlers | None = None
     """The handlers in assembly that run at returns; None if there are none."""
     missed_at: int = field(default=0, metadata=ADDRESS)
-    """Address of a 32-bit number in guest memory to which miss() copies `missed`; 0 if there is none."""
+    """Address of a 32-bit guest variable that each missed call sets to `missed`; 0 if there is none."""
     flushed: int = 0
     """Number of calls that never returned: their task ended, or the host gave up the code that made them."""
 

@@ -214,9 +214,9 @@ class ReturnHooks:
         return None
 
     def _install_traps(self) -> None:
-        """Register handlers of the traps by which guest code calls the host.
+        """Register handlers of the guest's traps for ended tasks and for unwinders at the trampoline.
 
-        See kernel/rethook.c of kprobefs's own kernel. Another kernel has no such traps; then do nothing.
+        kernel/rethook.c of kprobefs's own kernel has these traps. For another kernel, do nothing.
         """
         abi = self._abi
         breakpoints = self._breakpoints
@@ -302,11 +302,11 @@ class ReturnHooks:
 
     @property
     def _shows_caller(self) -> bool:
-        """Whether all nodes of a returning call hold the real return address.
+        """Whether the handlers of all hooks of a returning call get the real return address.
 
-        If False, only the node of the oldest hook of the call has the real address; the other nodes have the
-        trampoline's address. The value is True with the shadow stack KretprobeInstTable, except in a
-        distribution's kernel with rethooks. It is False with all other shadow stacks.
+        If False, only the handler of the call's oldest hook gets it; the other handlers get the trampoline's
+        address. The value is True with the shadow stack KretprobeInstTable, except in a distribution's kernel
+        with rethooks. It is False with all other shadow stacks.
         Mirrors: kernel/kprobes.c:__kretprobe_trampoline_handler, kernel/trace/rethook.c (v6.12).
         """
         has_rethooks = "task_struct.rethooks" in self._abi and "rethook_flush_trap" not in self._abi
@@ -378,11 +378,11 @@ class ReturnHooks:
         return address
 
     def replaced_by_others(self, hook: ReturnHook) -> int:
-        """Return what the returning call's stack slot held before hooks without a return probe replaced it.
+        """Return the address that hooks without a return probe replaced in the returning call's stack slot.
 
-        Hooks without a return probe, such as those of fprobes, replace the address only once for all of them.
-        The result is the real return address, or the trampoline's address if a return probe had hooked the
-        call before. Return 0 if the address is not known.
+        Such hooks, for example those of fprobes, replace the address only once for all of them. The result is
+        the real return address, or the trampoline's address if a return probe had hooked the call before.
+        Return 0 if the address is not known.
 
         `hook`: a hook without a return probe. Only its return handler may call this method.
         """
@@ -414,7 +414,8 @@ class ReturnHooks:
     def _nearest_tasks(self) -> Iterator[int]:
         """Yield the addresses of all task_structs, the current task's first.
 
-        Listing the other tasks is slow and seldom needed.
+        The other tasks are listed only when the caller asks for the second address, because this is slow and
+        seldom needed. If there are no hooks, yield only the current task's address.
         """
         current = self._tasks.current()
         yield current

@@ -46,9 +46,9 @@ class Pending(NamedTuple):
 class ShadowStack(ABC):
     """Interface of a data structure that keeps the real return addresses of hooked calls.
 
-    A node is taken by `try_get`, and then pushed or put back. Guest code that runs in between may hook other
-    calls of the task; these return before the node is pushed or put back. `pop` removes calls and puts their
-    nodes back.
+    A node is the memory for one hooked call. It is taken by `try_get`, and then pushed or put back. Guest
+    code that runs in between may hook other calls of the task; these return before the node is pushed or put
+    back. `pop` removes calls and puts their nodes back.
     Nodes of a removed hook stay valid until they are popped. All state is words of guest memory, which guest
     code changes too (stack_code.py), so the host must not cache it. The guest may damage this memory. If a
     call can't be found any more, it never returns, and its node stays in use. A damaged pool has no free
@@ -151,7 +151,7 @@ class ShadowStack(ABC):
         """
 
     def put_back(self, hook: int, task: int, node: int) -> None:  # noqa: ARG002 - the pool is global
-        """Return `node`, which was taken for a call of `task` but not pushed, to the hook's pool.
+        """Put `node` back into the pool of `hook`. The call of `task` for which it was taken is not pending.
 
         If the pool is damaged, report the damage and raise nothing.
         """
@@ -187,8 +187,9 @@ class ShadowStack(ABC):
 
     @abstractmethod
     def _calls(self, task: int) -> Iterator[Pending]:
-        """Iterate over the pending calls of a task, newest first; the list may be a circle.
+        """Iterate over the pending calls of a task, newest first.
 
+        If the guest has made the list a circle, the iteration may not end.
         Raises: MemoryFault (the list leads to an address that is not a node).
         """
 
@@ -218,7 +219,7 @@ class ShadowStack(ABC):
         return node + self.header * self.words.word_size
 
     def drop(self, task: int) -> list[int]:
-        """Remove all pending calls of a task; return the addresses of their hooks."""
+        """Remove all pending calls of a task; return the address of each call's hook."""
         hooks = [call.hook for call in self.pending(task)]
         self.pop(task, len(hooks))
         with self.damage.left_out(DAMAGED):
@@ -226,7 +227,7 @@ class ShadowStack(ABC):
         return hooks
 
     def flush(self, task: int) -> list[int]:
-        """Remove all pending calls of a task that has ended; return the addresses of their hooks.
+        """Remove all pending calls of a task that has ended; return the address of each call's hook.
 
         Mirrors: kernel/trace/rethook.c:rethook_flush_task, kernel/kprobes.c:kprobe_flush_task (v6.1).
         """

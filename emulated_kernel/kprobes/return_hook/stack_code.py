@@ -88,7 +88,8 @@ class StackCode(ABC, Generic[Stack]):
     def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
         """Create an emitter of code that uses the shadow stack `stack`.
 
-        `returned_at`: offset in bytes, from sp in a return handler, of the word with the real return address.
+        `returned_at`: offset in bytes, from sp in a return handler, of the word to which the code writes the
+        real return address.
         """
         self.offsets = offsets
         self.stack = stack
@@ -99,9 +100,9 @@ class StackCode(ABC, Generic[Stack]):
 
     @abstractmethod
     def find(self, builder: ProgramBuilder, none: Label) -> None:
-        """Emit code that sets FIRST to the hook of the running task's newest call, and SECOND to its frame.
+        """Emit code that sets FIRST to the hook, and SECOND to the frame, of the running task's newest call.
 
-        If there is no call, the code goes to `none`.
+        Both are addresses; see Pending. If there is no call, the code goes to `none`.
         """
 
     @abstractmethod

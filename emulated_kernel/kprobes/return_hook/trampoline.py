@@ -75,7 +75,7 @@ class Trampoline:
         self.native = 0
         """Address to which functions return if a hook has a handler in guest code; 0 if no hook has one."""
         self.native_breakpoint: int | None = None
-        """Address of the breakpoint that is the native trampoline in the form BREAKPOINT; else None."""
+        """Address of the breakpoint that leads to the native trampoline in the form BREAKPOINT; else None."""
         self.on_install: list[Callable[[], object]] = []
         """Functions to call after the trampoline has been created."""
         self._native_code: CompiledCode | None = None

@@ -50,7 +50,10 @@ class CpuModel(ABC):
     result: str
     """Name of the register that returns a function's result."""
     saved_in_calls: tuple[str, ...] = ()
-    """Names of the registers that keep their values when the host calls a guest function, such as gp."""
+    """Names of registers, such as gp, that keep the guest's values in HostCalls.call().
+
+    Most other registers are 0 when the called function begins.
+    """
     call_stack_gap: int
     """Number of bytes that the host leaves above the stack pointer when it calls a guest function.
 
@@ -110,7 +113,7 @@ class CpuModel(ABC):
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
         """Return the trap for an exception or `int n` that Unicorn reported at `ip`.
 
-        `vector` and `error_code`: numbers of the exception as Unicorn reports them.
+        `vector` and `error_code`: the exception's number and its error code, as Unicorn reports them.
         """
 
     @abstractmethod

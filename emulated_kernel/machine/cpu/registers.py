@@ -135,7 +135,7 @@ class FastRegs(Regs):
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
-    """Function that returns this CPU's register values, without the flags, from a result of snapshot()."""
+    """Function: result of snapshot() -> values of the registers that this CPU has, without the flags."""
     _stored_flags: int
     """The flags that Unicorn doesn't compute lazily, such as the trap flag."""
 

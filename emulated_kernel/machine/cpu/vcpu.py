@@ -1,4 +1,4 @@
-"""VCpu: a virtual CPU. While it is current, its registers are in the engine, otherwise in a saved context."""
+"""VCpu: a virtual CPU. The engine has the registers of the current CPU; all others are in saved contexts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Delivery:
         self._nested = 0
 
     def use(self, cr2_cell: int | None) -> None:
-        """Switch to another CPU.
+        """Deliver interrupts to another CPU from now on: the one that has become the current CPU.
 
         `cr2_cell`: address of that CPU's variable for page fault addresses; None if the guest has no such
         variable.

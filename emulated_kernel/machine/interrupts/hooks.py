@@ -171,9 +171,10 @@ class TrapHooks:
     def enter_calls(self, vector: int, entry: KernelEntry) -> None:
         """From now on, let the host's routine enter the guest's kernel at each system call, without Python.
 
-        `vector`: number of the exception of system calls. `entry`: table of the routine's checks and moves.
-        The caller must have called end_runs_at(). Python still gets the exception if a check fails, if the
-        host has no routine, and while charge() is in effect.
+        `vector`: number of the exception of system calls. `entry`: table of what the routine checks first,
+        and of the moves of data by which it then enters the kernel. The caller must have called
+        end_runs_at(). Python still gets the exception if a check fails, if the host has no routine, and while
+        charge() is in effect.
         """
         routine = routine_address("enter")
         if routine is None or self._arrival is None:
@@ -263,19 +264,19 @@ class TrapHooks:
         self.words.callers = len(self.guest_callers)
 
     def run(self, address: int) -> int:
-        """Run the guest until it halts or is stopped; return Unicorn's error code."""
+        """Run the guest from `address` on until it halts or is stopped; return Unicorn's error code."""
         error = self.engine.start(address)
         while self._deferred is not None and self._goes_on(self._deferred):
             error = self.engine.start(self.regs.ip)
         return error
 
     def defer(self, handler: Callable[[Regs], object]) -> None:
-        """Interrupt the run, and call a breakpoint's handler afterwards, since Unicorn isn't re-entrant."""
+        """Interrupt the run, and make run() call `handler` afterwards, since Unicorn isn't re-entrant."""
         self._deferred = handler
         self.engine.stop()
 
     def _goes_on(self, handler: Callable[[Regs], object]) -> bool:
-        """Call the deferred handler `handler`; return True if the run must be continued."""
+        """Call the deferred handler `handler`; return True if the run must continue, False if it ends."""
         self._deferred = None
         try:
             if self.handler_time.is_measured:

@@ -101,7 +101,7 @@ class RiscvTrapHooks(TrapHooks):
         super().__init__(engine, cpu, regs, state, handler_time)
 
     def use_error_cell(self, address: int) -> None:
-        """Reset Unicorn's error field at `address` after each ebreak."""
+        """From now on, reset Unicorn's error field, at `address` in this process, after each ebreak."""
         self._error_cell = memoryview(ctypes.c_int32.from_address(address)).cast("B").cast("i")
         self.words.error = address
 

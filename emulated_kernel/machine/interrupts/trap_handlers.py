@@ -38,7 +38,7 @@ class LinkedJump(NamedTuple):
     offset: int
     """Number that is added to the register's value."""
     kept_bits: int
-    """Mask of the bits of the sum that are kept; they are the address to jump to."""
+    """Mask for the sum of the register's value and `offset`; the masked sum is the jump's target."""
     link_register: str
     """Register that receives the return address; it may be the register `register`."""
     link: int
@@ -76,10 +76,10 @@ def _jump_and_link(jump: LinkedJump, regs: Regs) -> None:
 
 
 class TrapHandlers(MutableMapping[int, TrapHandler]):
-    """The handlers of one kind of trap.
+    """The handlers of one kind of trap, such as breakpoints: address of the trap -> handler.
 
-    The table of the host's routine follows each change: an address has an entry in the table if and only if
-    the handler of this address is a Redirect.
+    The table that the host's routine for traps reads follows each change. It contains those addresses whose
+    handler is a Redirect.
     """
 
     def __init__(self) -> None:

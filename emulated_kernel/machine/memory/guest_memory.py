@@ -83,7 +83,7 @@ class GuestMemory(ABC):
         yield 0, len(self.ram)
 
     def overlaid(self, start: int, size: int, file: BinaryIO, offset: int) -> None:  # noqa: B027
-        """Record that [start, start + size) of `ram` is now a mapping of `file`, from offset `offset` on."""
+        """Tell data_ranges() that [start, start + size) of `ram` is now mapped from `file` at `offset`."""
 
     @abstractmethod
     def locate_text(self, va: int, size: int) -> int | None:

@@ -30,7 +30,7 @@ class ReadableMemory(Protocol):
 
 
 class DamageReports:
-    """Reports damaged data of one guest. Each structure is reported only once."""
+    """Reports damaged data of one guest. Each kind of data, such as the task list, is reported only once."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -40,7 +40,7 @@ class DamageReports:
     def report(self, what: str, why: object) -> None:
         """Log that `what` is damaged, with the reason `why`, and that a part of it is left out.
 
-        If `what` was reported before, do nothing.
+        Do nothing if `what` was reported before, or after _MAX_REPORTS reports.
         """
         if what in self._known or len(self._known) >= _MAX_REPORTS:
             return

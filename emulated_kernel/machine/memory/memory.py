@@ -79,7 +79,7 @@ class Memory(GuestMemory):
         self._index()
 
     def _index(self) -> None:
-        """Call `on_change`, and rebuild the lists that make look-ups fast: one for each field of `ranges`."""
+        """Call `on_change`, and rebuild the look-up lists: starts, ends, offsets and rights of the ranges."""
         if self.on_change is not None:
             self.on_change()
         self._starts = [r.start for r in self.ranges]

@@ -22,7 +22,7 @@ class PageTables(ABC):
     """
 
     shifts: tuple[int, ...]
-    """Bit positions of the index fields, from the root down."""
+    """Number of the lowest address bit of each level's index, from the root down."""
     kernel_entries: int = 256
     """Index, in the root table, of the first entry for kernel addresses."""
     page_step: int = PAGE_SIZE

@@ -37,8 +37,8 @@ class UnitPool:
     def alloc(self, size: int, limit: int | None = None) -> int:
         """Allocate `size` bytes, aligned to the unit, and return their address.
 
-        If `limit` is given and there is room below it, the address is below `limit`. Raises: HardwareError
-        (no free range is large enough).
+        `limit`: address below which the allocation shall end; if there is no room below it, the allocation is
+        anywhere. None: no limit. Raises: HardwareError (no free range is large enough).
         """
         count = max(1, -(-size // self.unit))
         # Hazard: the guest names sizes up to 2^64, and the host must not allocate so much for the search.

@@ -61,7 +61,7 @@ class RecordMemory:
 
     @property
     def pages_size(self) -> int:
-        """Size of the window for pages in bytes."""
+        """Size, in bytes, of the window for pages."""
         return self._pages.end - self._pages.base
 
     @property
@@ -111,7 +111,7 @@ class RecordMemory:
         return [reserved.cast("Q") for reserved in self._reserved]
 
     def word_index(self, offset: int) -> int:
-        """Return the index of the cell at `offset` in each view of `words`."""
+        """Return the index of the cell at `offset` (in a per-CPU area) in each view of `words`."""
         return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:

@@ -17,7 +17,10 @@ Thus the pool leaves enough of these pages for other allocations.
 
 
 class SparsePool:
-    """Allocator of memory in given address ranges. It maps only the pages that contain an allocation."""
+    """Allocator of memory in the address ranges `spaces`. It maps only the pages that contain an allocation.
+
+    Newly mapped pages contain `fill`, repeated.
+    """
 
     def __init__(self, memory: GuestMemory, spaces: Sequence[range], *, prot: Prot, fill: bytes) -> None:
         self._memory = memory
@@ -76,12 +79,15 @@ class SparsePool:
         return va
 
     def size_of(self, va: int) -> int:
-        """Return the size of the allocation at `va`. Raises: HardwareError (not allocated)."""
+        """Return the size in bytes of the allocation at `va`. Raises: HardwareError (not allocated)."""
         at = self._index(va)
         return self._ends[at] - va
 
     def free(self, va: int) -> None:
-        """Free an allocation. Raises: HardwareError (not allocated)."""
+        """Free the allocation at `va`, and unmap pages that contain no other allocation.
+
+        Raises: HardwareError (not allocated).
+        """
         at = self._index(va)
         end = self._ends.pop(at)
         self._starts.pop(at)

@@ -1,4 +1,4 @@
-"""CopyWords: data that the host's routine for repeated copies reads; CopyRange: a range of mapped memory."""
+"""CopyWords: data that the host's routine for repeated copies uses; CopyRange: a range of mapped memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LONGEST_COPY = 1 << 20
 
 
 class CopyRange(ctypes.Structure):
-    """A range [first, past) of guest addresses in a memory map.
+    """An entry of a memory map: the range [first, past) of guest addresses, and where it is in this process.
 
-    The host's routine that executes the guest's `rep movs` reads this map. The last entry of the map is
-    all zeros.
+    The host's routine that executes the guest's `rep movs` reads the map. The last entry of the map is all
+    zeros.
     """
 
     _fields_ = (

@@ -1,4 +1,4 @@
-"""KernelEntry: checks and moves of words by which the host enters the guest's kernel at a system call."""
+"""KernelEntry: checks and moves of words by which the host makes a CPU enter the kernel at a system call."""
 
 from __future__ import annotations
 

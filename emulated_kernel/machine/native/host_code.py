@@ -14,7 +14,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 PYTHON_TRAPS = "KPROBEFS_PYTHON_TRAPS"
-"""Environment variable: if it is set and not empty, no routine is used, for comparisons."""
+"""Environment variable: if it is set and not empty, Python does the work of all routines, for comparisons."""
 
 
 def routine_address(name: str) -> int | None:

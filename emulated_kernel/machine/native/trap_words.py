@@ -99,7 +99,7 @@ class LinkWords(ctypes.Structure):
 
 
 LINKED = 1
-"""Bit that marks an entry of a TrapTable: its other bits are the address of LinkWords, not of guest code.
+"""Bit that marks a target in a TrapTable that is the address of LinkWords, not of guest code.
 
 The bit is free only on RISC-V and arm64, where all instructions are at even addresses.
 """
@@ -127,7 +127,7 @@ class TrapTable:
         return len(self._indices)
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """Yield each trap's address, and the address at which the guest then continues."""
+        """Yield (address, target) of each entry: the arguments of put()."""
         return ((address, self._entries[2 * index + 1]) for address, index in self._indices.items())
 
     def put(self, address: int, target: int) -> None:
@@ -170,8 +170,8 @@ class TrapTable:
     def _resize(self, bits: int) -> None:
         """Move the entries to a new table whose hash function has 2**bits values.
 
-        The caller ensures that the entries are at most half of 2**bits. The table has room for all entries
-        and an empty one after the largest hash value, so that a search never wraps.
+        The caller ensures that the number of entries is at most half of 2**bits. The table has room for all
+        entries and an empty one after the largest hash value, so that a search never wraps.
         """
         old = list(self.items())
         self._bits = bits

@@ -214,8 +214,8 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
-    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`. If it is None, no internal
-    state of Unicorn is used.
+    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`. If it is None, the address
+    of a page fault is read from saved contexts, and no error field is used.
 
     Raises: HardwareError (a check failed: Unicorn can't be used).
     """

@@ -92,7 +92,7 @@ def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int |
 
 
 def check_faults_in_a_row(bench: Bench) -> None:
-    """Check that each of several faults in a row arrives as itself.
+    """Check that each of several faults in a row is reported with its own vector.
 
     Unicorn: a fault stays in flight forever; if it isn't acknowledged, the next one is a double fault.
     """
@@ -177,8 +177,8 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     """Adapt the machine's hooks to this version of Unicorn, and check that Unicorn then behaves like a CPU.
 
-    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`. If it is None, no internal
-    state of Unicorn is used.
+    Return the results of the self-tests. `cpu` is the result of `find_cpu_state`. If it is None, the state of
+    an exception is read from saved contexts.
 
     Raises: HardwareError (a check failed: Unicorn can't be used).
     """

@@ -76,7 +76,7 @@ class ModuleSpace:
         piece.is_placed = True
 
     def free(self, va: int) -> None:
-        """Free an allocation. Raises: KeyError (not allocated)."""
+        """Free the allocation at `va`. Raises: KeyError (not allocated)."""
         piece = self._pieces.pop(va)
         if piece.is_placed:
             self._text.disown(va)

@@ -61,7 +61,7 @@ class Prefetch:
         return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:
-        """Return all variants of the bytes that a CPU may have fetched before it executes code at `va`."""
+        """Return all variants of the WINDOW bytes at `va` that a CPU may have fetched to execute them."""
         moments = self._moments(va)
         return {
             early[:split] + late[split:]
@@ -71,7 +71,7 @@ class Prefetch:
         }
 
     def _moments(self, va: int) -> set[bytes]:
-        """Return the contents of the text at `va` at each moment since the last synchronisation."""
+        """Return the values of the WINDOW bytes at `va` at each moment since the last synchronisation."""
         window = bytearray(self._text.current(va, WINDOW))
         found = {bytes(window)}
         for write in reversed(self._writes):
@@ -83,9 +83,9 @@ class Prefetch:
 class StaleFetch:
     """Makes CPUs execute bytes of text that they may have prefetched before the text was changed.
 
-    `serialise` is called when a CPU executes a serialising instruction. For each instruction the seed selects
-    one of the variants that the CPU may have fetched. The substitution ends when the CPU leaves the changed
-    bytes.
+    For each instruction that show() replaces, a random generator selects one of the variants that the CPU may
+    have fetched. The constructor's `seed` determines the selection. The machine calls serialise() when a CPU
+    executes a serialising instruction.
     """
 
     def __init__(self, text: Text, breakpoints: tuple[bytes, ...], unit: int, seed: int) -> None:

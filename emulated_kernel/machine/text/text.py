@@ -79,7 +79,7 @@ class OriginalBytes(Mapping[int, int]):
 
     def __init__(self) -> None:
         self.changes = 0
-        """Number of completed changes of `words` so far, by which users of cached results notice changes."""
+        """Number of completed changes of `words`, by which code with cached results notices changes."""
         self.words: dict[int, int] = {}
         """Index of a word -> the original values of its changed bytes, as an integer.
 
@@ -404,8 +404,8 @@ class Text:
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
         """Record the pokes in the `with` block; yield the list of records (address, new bytes), oldest first.
 
-        This is for a caller that then restores older guest memory.
-        Invariant: the caller passes the records to substitute() afterwards, so that ledger and text agree.
+        This is for a caller that then restores an older copy of the guest's memory. The caller must then pass
+        the records to substitute(), so that ledger and text agree.
         """
         written: list[tuple[int, bytes]] = []
         self._written = written
@@ -463,9 +463,10 @@ class Text:
         return self._slots.alloc(size) if starts is None else self._puns.alloc(size, starts)
 
     def around(self, va: int) -> range | None:
-        """Return the addresses from which a jump reaches generated code at `va`.
+        """Return the `starts` with which alloc_text() allocates memory for a jump to generated code at `va`.
 
-        Return None if all memory that alloc_text() allocates without `starts` is near enough.
+        These are the addresses from which a jump reaches `va`. Return None if `va` is not in memory that was
+        allocated with `starts`: then any memory that alloc_text() allocates without `starts` is near enough.
         """
         return range(va - _REACH, va + _REACH) if va in self._puns else None
 
@@ -491,7 +492,7 @@ class Text:
         self.poke(va, self._filler * (size // len(self._filler)))
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
-        """Return (pa, length) of the contiguous parts of text.
+        """Return (physical address, size) of each physically contiguous part of the text at `va`.
 
         Raises: MemoryFault (a part isn't executable).
         """

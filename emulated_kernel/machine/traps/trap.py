@@ -11,7 +11,7 @@ class TrapKind(Enum):
     """Reason why the guest stopped."""
 
     HYPERCALL = "hypercall"
-    """The guest made a hypercall: `number`, with its arguments in `args`."""
+    """The guest made the hypercall Trap.number with the arguments Trap.args."""
     FAULT = "fault"
     """An exception. It ends a run if it is not delivered to the guest."""
     DOUBLE_FAULT = "double fault"

@@ -177,7 +177,7 @@ class ArrayRings(ABC):
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Compile guest code again, because the buffers were replaced by others.
+        """Recompile the guest code that writes to the buffers, because others have replaced them.
 
         Until this method is called, guest code writes to the old buffers.
         """
@@ -186,7 +186,10 @@ class ArrayRings(ABC):
 
     @property
     def tracing_on(self) -> bool:
-        """Whether the buffers accept records."""
+        """Whether recording is switched on: the value of the file tracing_on.
+
+        It does not depend on stop(), which also stops recording.
+        """
         return self._tracing_on
 
     def off_since(self) -> int | None:

@@ -20,8 +20,9 @@ class PreviousBootNames:
     def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
         """Return the earlier kernel's event with the id `number`.
 
-        If the earlier kernel had no event with this id, return now(number), the running kernel's event or
-        None. The buffers may also hold records of the running kernel, after those of the earlier kernel.
+        If the earlier kernel had no event with this id, return now(number): the running kernel's event, or
+        None if it has none either. The buffers may also hold records of the running kernel, after those of
+        the earlier kernel.
         """
         return self.events.get(number) or now(number)
 

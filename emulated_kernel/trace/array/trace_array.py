@@ -123,7 +123,10 @@ class TraceArray(ArrayRings, Recorder):
         self.pids = EventPids(self._pids_changed, memory=system.filter_words.memory)
         self._has_pids = False
         self._task_check: TaskCheck | None = None
-        """Check of `pids` in guest code; None before it is needed, or if there is no memory for it."""
+        """Check by which guest code applies the lists of pids.
+
+        None before it is needed, or if there is no memory for it.
+        """
         self.max_latency_ns = 0
         """Value of tracing_max_latency in nanoseconds, as it was last written to the file."""
         self._stamp = system.clocks.converter(LOCAL)
@@ -284,7 +287,7 @@ class TraceArray(ArrayRings, Recorder):
         return self.ring_target()
 
     def task_check(self) -> TaskCheck | None:
-        """Return the check of the lists of pids in guest code; see Recorder.
+        """Return the check by which guest code applies the lists of pids; see Recorder.
 
         Return None if both lists are empty, or if there is no memory for the check.
         """
@@ -356,7 +359,9 @@ class TraceArray(ArrayRings, Recorder):
         )
 
     def memory_for(self, past: PreviousBootRecords) -> list[RingMemory]:
-        """Return memory for the buffers of `past`, to which take_records() moves them.
+        """Return memory for each buffer of `past`, to which take_records() moves the buffer.
+
+        The list begins with the memory for `past.buffers`; that for `past.aside` follows.
 
         For a buffer of `past` that has the shape of this array's buffer, the memory is that of this array's
         buffer. Otherwise this array's buffer is freed and its records are lost, and new memory is
@@ -566,7 +571,7 @@ class TraceArray(ArrayRings, Recorder):
             yield self.snapshot.usage(self.current_tracer, cpu)
 
     def graph_printer(self) -> GraphPrinter | None:
-        """Return the printer of call graphs while the tracer is function_graph, else None."""
+        """Return a new printer of call graphs if the current tracer is function_graph, else None."""
         if self.current_tracer != graph_output.NAME:
             return None
         return GraphPrinter(self.system.cpus, self.system.tracer_options)
@@ -637,7 +642,7 @@ class TraceArray(ArrayRings, Recorder):
 
     @property
     def pauses_for_readers(self) -> bool:
-        """Whether option pause-on-trace is on."""
+        """Whether option pause-on-trace is on: recording stops while the trace file is open for reading."""
         return TraceOption.PAUSE_ON_TRACE in self.options.flags
 
     def tracers(self) -> Collection[str]:
@@ -764,7 +769,8 @@ class TraceArray(ArrayRings, Recorder):
     def free_buffer(self) -> None:
         """Shrink the buffers to the smallest size: execute the close of the file free_buffer.
 
-        With option disable_on_free, recording is switched off first.
+        With option disable_on_free, recording is switched off first. If a trace file is open for reading, the
+        buffers keep their size.
         Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1).
         """
         if self.options.flags & TraceOption.STOP_ON_FREE:

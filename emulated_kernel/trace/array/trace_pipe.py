@@ -70,7 +70,7 @@ class PipeReader:
     def subscribe(self, notify: Callable[[], None]) -> None:
         """Call `notify` once: now if the pipe is ready or closed, else when it gets ready or is closed.
 
-        If the pipe is neither ready nor closed now, switching tracing off causes the call, too.
+        If the call of `notify` is still to come, switching tracing off causes it, too.
         """
         if self.ready() or self._closed:
             notify()
@@ -183,7 +183,8 @@ class TracePipe(PipeReader):
     def _peek(self, cpu: int) -> Consumed | None:
         """Return the oldest event of a CPU, or None if the CPU's buffer is empty.
 
-        Records without a header, which a damaged buffer may have, are consumed and skipped.
+        A damaged buffer may have records that are too short for the common fields; they are consumed and
+        skipped.
         """
         buffer = self._buffers[cpu]
         event = buffer.peek()

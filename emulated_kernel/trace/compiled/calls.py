@@ -27,7 +27,7 @@ class SelectedTasks:
     """The tasks whose calls are recorded."""
 
     traced: frozenset[int]
-    """Pids in set_ftrace_pid; if there are none, all tasks are traced."""
+    """Pids in set_ftrace_pid; if there are none, all tasks are traced that are not in `untraced`."""
     untraced: frozenset[int]
     """Pids in set_ftrace_notrace_pid."""
 

@@ -309,7 +309,7 @@ class FetchEmitter:
     # Stages 3 to 5 for strings
 
     def strings(self, arg: ProbeArg, at: int, too_large: Label) -> None:
-        """Emit code that appends an argument's strings, and stores their __data_loc from BASE + at on.
+        """Emit code that appends an argument's strings to the entry, with their __data_loc from BASE + at on.
 
         If the entry gets larger than a ring buffer can hold, the code jumps to `too_large`.
         """

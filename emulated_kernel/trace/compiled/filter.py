@@ -1,4 +1,7 @@
-"""Event filters as guest code: emit_filter() emits a filter's predicates as ops of a handler program."""
+"""Event filters as guest code: emit_filter() emits a filter's predicates as ops of a handler program.
+
+The virtual registers (BASE and others) are those of fetch.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def can_filter(program: FilterProgram) -> bool:
 def emit_filter(
     builder: ProgramBuilder, program: FilterProgram, cpu: CpuWords, word_size: int, reject: Label
 ) -> None:
-    """Emit code that applies a filter to the entry at BASE, and jumps to `reject` if the filter rejects it.
+    """Emit code that jumps to `reject` if the filter `program` rejects the entry at BASE.
 
     `cpu`: where the guest stores the number of the current CPU, for predicates that compare this number.
     """

@@ -1,4 +1,7 @@
-"""The function_graph tracer as guest code, which selects calls and records their entries and returns."""
+"""The function_graph tracer as guest code, which selects calls and records their entries and returns.
+
+The virtual registers (BASE, VALUE and others) are those of fetch.py.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ class CallFlag(IntFlag):
 
 
 class CallKind(Enum):
-    """How the tracer treats the calls of a function. Functions of one kind share their guest code."""
+    """How the tracer treats the calls of a function. Functions of one kind share their guest code.
+
+    PLAIN: the function is in neither set_graph_function nor set_graph_notrace.
+    """
 
     PLAIN = auto()
     CHOSEN = auto()
@@ -102,8 +108,7 @@ class CompiledGraph:
     def by_kind(self, sites: AbstractSet[int]) -> Mapping[CallKind, AbstractSet[int]]:
         """Divide fentry sites by the kind of their functions.
 
-        Return a map kind -> sites, without kinds that have no site. For speed, the method uses operations on
-        whole sets only.
+        Return a map: kind -> sites. It has only the kinds that have sites.
         """
         hidden = sites & self.hidden
         chosen = sites & self.chosen - hidden
@@ -139,7 +144,11 @@ class GraphEmitter:
     # Entries
 
     def entry(self, kind: CallKind) -> None:
-        """Emit code for the entry of a call to a function of `kind`.
+        """Emit code that hooks a call: it puts the call on the shadow stack, and records GRAPH_ENT.
+
+        `kind`: that of the called function. If the settings or the caller exclude the call, it is neither
+        hooked nor recorded. A hidden call is hooked without a record. So is each call if tracing_thresh is
+        set.
 
         Mirrors: function_graph_enter, trace_graph_entry (v6.1).
         """
@@ -207,7 +216,7 @@ class GraphEmitter:
     # Returns
 
     def ends(self) -> None:
-        """Emit code that records the return of a traced call, unless the call is hidden or too short.
+        """Emit code that records the return of a traced call, unless hidden or shorter than tracing_thresh.
 
         Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
         """
@@ -228,7 +237,7 @@ class GraphEmitter:
         builder.place(done)
 
     def _check_duration(self, shorter: Label) -> None:
-        """Emit code that jumps to `shorter` if the call's duration is below the threshold.
+        """Emit code that jumps to `shorter` if the call's duration is below tracing_thresh.
 
         When the code runs, VALUE and HIGH must hold the current time.
         """

@@ -97,10 +97,11 @@ class GuestRecords(TaskObserver):
 
     @contextmanager
     def exchanged(self, old: Sequence[RingMemory], sizes: Sequence[int]) -> Iterator[list[RingMemory]]:
-        """Free the pages of the ring buffers `old`, and yield new pages for buffers of the sizes `sizes`.
+        """Return a context manager that replaces the pages of the ring buffers `old` by those it yields.
 
-        The sizes are in bytes. The new pages may overlap the old ones. The old data is intact at the start of
-        the `with` block, and gone after its end. An exception in the block undoes the exchange.
+        `sizes`: the size in bytes of each new buffer's pages. The new pages may overlap the old ones. The old
+        data is intact at the start of the `with` block, and gone after its end. An exception in the block
+        undoes the exchange.
         Raises: KernelError ENOMEM.
         """
         pages = [memory.address for memory in old]

@@ -113,7 +113,7 @@ class EventEmitter:
             self._record_copies(recordings)
 
     def _record_in_place(self, recording: Recording) -> None:
-        """Emit code that writes an entry directly to the buffer of the only trace array that records it.
+        """Emit code that writes an entry directly to the buffer of the event's only recording trace array.
 
         Precondition: the size of the entry is known before the hit, and the event has no filter.
         """

@@ -1,5 +1,8 @@
 """Guest code that handlers call to move the tail of a ring to the next sub-buffer.
 
+The handler passes a *request for room*: REQUEST_SIZE bytes of the per-CPU area, with the time and length of
+the event that needs room. The code also keeps intermediate values in it.
+
 If the tail page has no room for an event, the code stores the same words in the same order as
 RingWriter.make_room(). If the code cannot move the tail, it changes nothing that readers see, and the handler
 calls the host.
@@ -58,7 +61,10 @@ REQUEST_SIZE: Final = 88
 _CELL = 8
 """Size in bytes of each word of a ring's control block, and of each field of a request for room."""
 _COUNTERS = (("overrun", _OVERRUN), ("entries", _ENTRIES), ("entries_bytes", _ENTRIES_BYTES))
-"""Counters that the code increases: (name in the control block, offset of the new value in the request)."""
+"""Counters that the code increases: (name in the ring's control block, offset in the request for room).
+
+The code keeps a counter's new value at this offset, until it stores all changes in the control block.
+"""
 _TABLE = SLOTS * _CELL
 """Offset in bytes, from the address of the buffer's memory, of the table of ring slots."""
 _PAGE_BITS = 12
@@ -66,7 +72,7 @@ _PAGE_BITS = 12
 
 # Virtual registers.
 _RING = 0
-"""Number of the virtual register with the address of the control block."""
+"""Number of the virtual register with the address of the ring's control block."""
 _OLD = 1
 """Number of the virtual register with the address of the tail page."""
 _CAPACITY = 2
@@ -74,7 +80,7 @@ _CAPACITY = 2
 _PLACE = 3
 """Number of the virtual register with the number of a ring slot, with an address, or with a size."""
 _COUNTS = 4
-"""Number of the virtual register with the address of the table of event counts, less _TABLE."""
+"""Number of the virtual register with the address of the table of pages' event counts, less _TABLE."""
 _PAGE = 5
 """Number of the virtual register with the number of a page, or with a size."""
 _TEMP = 6
@@ -84,8 +90,9 @@ _TEMP = 6
 def compile_next_page(compiler: Compiler, word_size: int, request: int) -> int | None:
     """Compile the code that moves a ring's tail to the next sub-buffer, and return the code's address.
 
-    Return None if compilation is disabled, or if there is no decoder or no memory for the code. `request`:
-    per-CPU offset of the memory in which a handler stores its request for room.
+    Return None if compilation is disabled, if the instruction decoder cannot be loaded, or if there is no
+    memory for the code. `request`: per-CPU offset of the memory in which a handler stores its request for
+    room.
     """
     if not compiler.may_compile:
         return None
@@ -155,7 +162,7 @@ class NextPageEmitter:
     def _keep_word(self, cell: int, word: str) -> None:
         """Emit code that copies the word `word` of the ring's control block into the request for room.
 
-        `cell`: offset of the copy in the request.
+        `cell`: offset of the copy in the request for room.
 
         The code overwrites _TEMP.
         """
@@ -179,10 +186,10 @@ class NextPageEmitter:
         )
 
     def _to_entry(self, register: int, table: int) -> None:
-        """Emit code that replaces an index in `register` by the address of the table's entry, less _TABLE.
+        """Emit code that replaces an index in `register` by the address of the table's item, less _TABLE.
 
-        `table`: register with the address of the table, less _TABLE. The later load or store of the entry
-        adds _TABLE.
+        `table`: register with the address of the table, less _TABLE. The later load or store of the item adds
+        _TABLE.
         """
         self._emit(
             ComputeImmediate(Arithmetic.SHL, register, 3),
@@ -245,9 +252,10 @@ class NextPageEmitter:
         self._builder.place(full)
 
     def _find_target(self, refused: Label) -> None:
-        """Emit code that sets _COUNTS, and stores slot and number of the next page in the request.
+        """Emit code that sets _COUNTS, and keeps the next page's slot and number in the request for room.
 
-        The code jumps to `refused` if the number is not that of a page.
+        The code jumps to `refused` if there is no page with this number, because the guest has damaged the
+        table of ring slots.
         """
         emit = self._emit
         emit(self._load(_TEMP, "nr_pages"), self._load(_PLACE, "tail_slot"))
@@ -264,7 +272,7 @@ class NextPageEmitter:
         )
 
     def _find_changes(self, refused: Label) -> None:
-        """Emit code that stores the new values of the head slot and of the counters in the request.
+        """Emit code that stores new values of the head slot and of _COUNTERS in the request for room.
 
         If the next page is the oldest unread one, its events are lost, and the page after it becomes the
         head. The code jumps to `refused` if the ring must not overwrite events, or if the data size in the
@@ -310,7 +318,7 @@ class NextPageEmitter:
         self._emit(StoreImmediate(_RING, offset_of(word), value, _CELL))
 
     def _change(self) -> None:
-        """Emit code that makes the next page the tail page, with the time of the request as time stamp.
+        """Emit code that makes the next page the tail page; its time stamp is that in the request for room.
 
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1).
         """

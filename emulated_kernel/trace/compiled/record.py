@@ -1,6 +1,7 @@
 """Records as guest code: code that stores an entry's common fields and writes the entry to a ring buffer.
 
-ring/ring_layout.py describes the memory that the code writes.
+ring/ring_layout.py describes the memory that the code writes. The virtual registers (BASE, VALUE and others)
+are those of fetch.py.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 ENTRY_HEADER_SIZE = 8
 """Size of an entry's common fields in bytes."""
 _CELL = 8
-"""Size in bytes of a word of a control block, and of per-CPU variables of the host."""
+"""Size in bytes of a word of a ring buffer's control block, and of per-CPU variables of the host."""
 _PAGE_BITS = 12
 """Number of bits of an offset in a sub-buffer of order 0."""
 _FLAGS_SHIFT = 16
@@ -376,9 +377,10 @@ class RecordEmitter:
     def _ask_for_room(self, length: int | None, target: RecordTarget, again: Label, dropped: Label) -> None:
         """Emit code that makes room for an event whose time is in VALUE and HIGH.
 
-        The code first calls the guest code of next_page.py. If this makes room, the code jumps to `again`;
-        otherwise it calls the host. If the event is dropped, the code jumps to `dropped`. If the host makes
-        room, execution continues after the emitted code.
+        `length`: size of the event in bytes; if it is None, the size is in _LENGTH. The code first calls the
+        guest code of next_page.py. If this makes room, the code jumps to `again`; otherwise it calls the
+        host. If the event is dropped, the code jumps to `dropped`. If the host makes room, execution
+        continues after the emitted code.
         """
         emit = self._emit
         request = self._places.request
@@ -405,9 +407,10 @@ class RecordEmitter:
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:
-        """Emit code that stores the header and padding of the event at `pointer`.
+        """Emit code that stores an event's header and padding.
 
-        When the code runs, VALUE must be the event's time delta.
+        `pointer`: register with the event's address. When the code runs, VALUE must be the event's time
+        delta.
         """
         emit = self._emit
         emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
@@ -420,9 +423,10 @@ class RecordEmitter:
             emit(StoreImmediate(pointer, space.length - 4, 0, 4))
 
     def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
-        """Emit code that commits the event at `pointer`: it counts the event and advances the write pointer.
+        """Emit code that commits an event: it counts the event and advances the buffer's write pointer.
 
-        If `length` is None, the length is in _LENGTH.
+        `pointer`: register with the event's address, which the code overwrites. `length`: size of the event
+        in bytes; if it is None, the size is in _LENGTH.
         """
         control = target.control_at
         self._emit(AddToPerCpu(control + TAIL_ENTRIES, 1, _CELL))
@@ -457,7 +461,7 @@ class RecordEmitter:
         self.commit(OTHER, length, target)
 
     def _measure(self) -> None:
-        """Emit code that sets _LENGTH to the size of the event with the entry, and pads the entry with zeros.
+        """Emit code that sets _LENGTH to the size of the entry's event, and pads the entry with zeros.
 
         The size is in bytes, with the event's header. The code computes the same size as event_size().
         """

@@ -109,8 +109,9 @@ class CallStack:
         return found is not None and found.symbol.name.startswith(_RECORDING)
 
     def user_callers(self, task: int) -> list[int]:
-        """Return a list with the address at which a task left user mode; it is empty for a kernel thread.
+        """Return a list of one address, where a task left user mode; it is empty for a kernel thread.
 
+        `task`: address of the task_struct.
         Linux: further addresses are found by frame pointers, which the guest's user mode does not have.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
         """
@@ -181,9 +182,10 @@ class CallStack:
         return place._replace(ip=resolved.address + place.is_return_address)
 
     def _left(self, frames: FunctionFrames, place: _CallSite, address: int) -> _Left | None:
-        """Return registers and stack after the return of the function at `address`; None if they are unknown.
+        """Return registers and stack as they are after a function has returned; None if they are unknown.
 
-        `frames`: layouts of the function's stack frame. `place`: position in the function.
+        `frames`: layouts of the function's stack frame. `place`: position in the function. `address`: an
+        address in the instruction that the function was executing at `place`, such as a call.
         """
         frame = frames.at(address)
         bases = {} if frame is None else self._bases(frame, place.regs)

@@ -165,15 +165,15 @@ class FrameTables:
 
 
 def _exits_to(frames: FunctionFrames, part: range) -> Mapping[int, Frame]:
-    """Return a map target address -> frame, for a function's jumps into `part`, such as its cold part."""
+    """Return a map for a function's jumps into `part`, such as its cold part: target address -> frame."""
     return {at: frame for at, frame in frames.exits.items() if at in part}
 
 
 def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
-    """Apply the `effect` of an instruction to `frame`, and set the place of the return address.
+    """Change `frame` by the `effect` of an instruction, and by the handler's store of the return address.
 
-    Afterwards only the stack slot at offset `slot` from the CFA holds the real return address, because the
-    trampoline's handler has stored it there.
+    After this instruction of a return trampoline, only the stack slot at offset `slot` from the CFA holds the
+    real return address, because the trampoline's handler has stored it there.
     """
     effect(frame)
     frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}

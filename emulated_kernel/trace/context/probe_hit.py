@@ -96,7 +96,7 @@ class ProbeHit:
         context: Callable[[Any, int], tuple[int, int]],
         regs: Any = None,
     ) -> None:
-        """Store the sources of a hit's data.
+        """Create an object for hits, which reads their data from `memory` and `tasks`.
 
         `context` returns common_flags and common_preempt_count. The arguments of `context` are the registers,
         and an amount to add to preempt_count. `regs`: registers for records that are made without a hit; None

@@ -24,11 +24,11 @@ class HitContext(ABC):
     """Computes common_flags and common_preempt_count of records.
 
     Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
-    A breakpoint is entered as an NMI with interrupts off. With preemption, Linux subtracts one from the whole
-    context, to undo the preempt_disable() of a handler. But a breakpoint's handler does not call
-    preempt_disable(). If the count is 0, the subtraction borrows from the higher fields. It clears the
-    interrupt flag, and sets the two counts in common_preempt_count to 15: those of preempt_disable() and
-    migrate_disable().
+    A breakpoint is entered as an NMI with interrupts off. In a kernel with preemption, Linux subtracts one
+    from the word with flags and count, to undo the preempt_disable() of a handler. But a breakpoint's handler
+    does not call preempt_disable(). If the count is 0, the subtraction borrows from the higher fields. It
+    clears the flag IRQS_OFF, and sets the two counts in common_preempt_count to 15: those of
+    preempt_disable() and migrate_disable().
     """
 
     def __init__(

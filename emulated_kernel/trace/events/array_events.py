@@ -79,7 +79,7 @@ class ArrayEvents:
         expand: Callable[[], None],
         has_module: Callable[[str], bool] | None,
     ) -> None:
-        """Create the switches of a trace array.
+        """Prepare to switch events in the trace array `recorder`. No event is switched yet.
 
         `has_module` returns whether the module with the given name is loaded; None if set_event does not
         accept `:mod:MODULE`.

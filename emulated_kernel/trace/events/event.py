@@ -479,10 +479,10 @@ class EventFile:
 
         `payload`: the hit's entry without its common fields. Usually, entries that triggers write follow the
         entry of the hit. They precede it if the hit may still be rejected, because Linux then keeps the hit's
-        entry in trace_buffered_event. They also precede it if a trigger enables or disables events. Nothing
-        happens if a trigger needs the entry, and either no page can hold it or the lists of pids exclude the
-        task. If no trigger needs the entry, the triggers run also for tasks that the lists exclude, but the
-        hit is not recorded.
+        entry in trace_buffered_event. They also precede it if a trigger enables or disables events.
+        If a trigger needs the entry, nothing happens for an entry that fits into no page, or for a task that
+        the lists of pids exclude. If no trigger needs it, the triggers run also for such a task, but the hit
+        is not recorded.
         Mirrors: trace_event_buffer_reserve, trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
         __event_trigger_test_discard (v6.1).
         """

@@ -59,7 +59,7 @@ class EventFilters:
         """Set the event's filter to the written text `data`. "0" clears the filter.
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
-        Raises: KernelError EINVAL (a page or more), ENOMEM, errors of parse_event_filter().
+        Raises: KernelError EINVAL (`data` takes a page or more), ENOMEM, errors of parse_event_filter().
         Mirrors: apply_event_filter (v6.1).
         """
         text = _written(data)
@@ -77,7 +77,7 @@ class EventFilters:
 
         `events` are in order of registration. Linux: the write succeeds even if the filter is wrong for some
         events; error_log shows the error of the newest event first.
-        Raises: KernelError EINVAL (a page or more), ENODEV (there are no events), ENOMEM.
+        Raises: KernelError EINVAL (`data` takes a page or more), ENODEV (there are no events), ENOMEM.
         Mirrors: apply_subsystem_event_filter (v6.1).
         """
         text = _written(data)
@@ -132,7 +132,7 @@ def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) 
 def _written(data: bytes) -> str:
     """Return the written text `data` up to a NUL, without trailing blanks.
 
-    Raises: KernelError EINVAL (a page or more).
+    Raises: KernelError EINVAL (`data` takes a page or more).
     """
     if len(data) >= PAGE_SIZE:
         raise KernelError(errno.EINVAL, "event filter: the text is too long; write less than a page")

@@ -47,7 +47,8 @@ class PidList:
         """Add the pids in the text `data` of one write, and return the number of bytes taken.
 
         If a pid is invalid, add none of the pids.
-        Raises: KernelError EINVAL (not a number), EPERM (too big), ENOMEM. Mirrors: trace_pid_write (v6.1).
+        Raises: KernelError EINVAL (a word is not a number), EPERM (a pid is too big), ENOMEM.
+        Mirrors: trace_pid_write (v6.1).
         """
         added = set[int]()
         done = 0
@@ -126,7 +127,7 @@ class EventPids:
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 
     def ignores_switch(self, before: int, after: int) -> bool:
-        """Return True if one of the lists excludes both tasks of a switch, which is then not recorded.
+        """Return True if a task switch is not recorded: one of the two lists excludes both of its tasks.
 
         `before`, `after`: pids of the tasks.
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_switch_probe_pre (v6.1).
@@ -141,7 +142,7 @@ class EventPids:
 
         `payload` is the entry without its common fields.
         An event of the scheduler may concern a second task, which is switched to or woken up. Such an event
-        is recorded unless the lists exclude both tasks.
+        is recorded unless the lists exclude both tasks; for a switch, see ignores_switch().
         Mirrors: kernel/trace/trace_events.c:event_filter_pid_sched_wakeup_probe_pre (v6.1).
         """
         other = event.other_task(payload)

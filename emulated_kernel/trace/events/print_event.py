@@ -35,10 +35,10 @@ class FtraceEntryEvent(TraceEvent):
         self._word_size = word_size
 
     def start(self) -> None:
-        """Do nothing: tracing writes its own entries whether or not the event is started."""
+        """Do nothing: tracing writes these entries in any case. Triggers of the event can start it."""
 
     def stop(self) -> None:
-        """Do nothing: the event is never started."""
+        """Do nothing: start() does nothing either, so there is nothing to stop."""
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Return the entry's text without the newline, made by the type's function in ENTRY_PRINTERS."""
@@ -47,7 +47,7 @@ class FtraceEntryEvent(TraceEvent):
 
 
 class PrintEvent(FtraceEntryEvent):
-    """The event ftrace:print of markers, which can have triggers.
+    """The event ftrace:print of texts that are written to trace_marker. It can have triggers.
 
     Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1).
     """

@@ -500,7 +500,7 @@ def _array(value: Value, count: int, size: int) -> str:
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
-    """Return the width in bits of a cast's type, which consists of `words`, and whether the type is signed.
+    """Return (width in bits, whether signed) for the C type whose text consists of `words`.
 
     `word_bits`: size of a long and of a pointer in bits.
     """

@@ -102,9 +102,9 @@ class EventRegistry:
     def listed(self, older: int, among: Iterable[TraceEvent] | None = None) -> Iterator[TraceEvent]:
         """Iterate over events in the order in which a trace array lists them.
 
-        `older` is the value of `registered` when the trace array was created. Later events come first, newest
-        first. Older events follow in order of registration. `among`: the events to list, in order of
-        registration; None means all events.
+        `older` is the value of `registered` when the trace array was created. Events that were registered
+        since then come first, newest first. Older events follow in order of registration. `among`: the events
+        to list, in order of registration; None means all events.
         """
         events = [*(self if among is None else among)]
         newer = 0
@@ -148,7 +148,8 @@ class EventRegistry:
     def add_own(self, event: TraceEvent) -> None:
         """Register an event of the group ftrace, whose id is the fixed number of its entry type.
 
-        by_id() does not find the event, because ENTRY_PRINTERS prints its entries.
+        by_id() does not find the event. Its entries are printed by ENTRY_PRINTERS, which has a function for
+        each entry type.
         """
         self._numbers[event] = self.registered
         self.registered += 1

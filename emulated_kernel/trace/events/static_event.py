@@ -38,7 +38,10 @@ class TracepointStub:
     first_parameter: int = 0
     """Number of leading parameters of the function that are not arguments of the tracepoint."""
     preempt_count: int = 1
-    """Amount that Linux's tracepoint adds to preempt_count during the call; the guest does not add it."""
+    """Amount that the tracepoint adds to preempt_count during the call in Linux.
+
+    The guest does not add it, so it is added to the count in the records.
+    """
     switch: Callable[[bool], None] | None = None
     """Function that allows (True) or forbids (False) calls of the stub.
 
@@ -130,7 +133,7 @@ class StaticEvent(TraceEvent):
         self.tracepoint.subscribe(self.record)
 
     def stop(self) -> None:
-        """Unsubscribe from the tracepoint."""
+        """Stop recording the hits of the tracepoint, which is switched off if it has no other handler."""
         self.tracepoint.unsubscribe(self.record)
 
     @cached_property

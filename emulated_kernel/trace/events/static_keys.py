@@ -21,9 +21,9 @@ class StaticKeys:
     def __init__(
         self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
     ) -> None:
-        """Create the object that switches the keys, while all keys are off.
+        """Create the object that switches the keys. All keys must be off.
 
-        `labels`: the branches of the kernel; they are read at the first use of a key.
+        `labels`: the branches of the kernel. The iterable is read at the first use of a key.
         """
         self._text = machine.text
         self._breakpoints = machine.breakpoints
@@ -40,7 +40,7 @@ class StaticKeys:
         return found
 
     def add(self, labels: Iterable[JumpLabel]) -> None:
-        """Add branches of a loaded module. Patch the branches whose keys are on into jumps.
+        """Add branches of a loaded module. Patch those whose keys are on into jumps.
 
         Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1).
         """

@@ -28,7 +28,10 @@ _NO_USER_ARGUMENTS = UserArguments(())
 
 
 def event_names(syscall: str) -> tuple[str, str]:
-    """Return the names of the entry and exit events of the system call `syscall`, such as `sys_read`."""
+    """Return (name of the entry event, name of the exit event) of the system call called `syscall`.
+
+    `syscall`: a name with its prefix, such as `sys_read`.
+    """
     return syscall.replace("sys_", "sys_enter_", 1), syscall.replace("sys_", "sys_exit_", 1)
 
 
@@ -119,7 +122,8 @@ class SyscallEvent(TraceEvent):
     def words(self, raw: bytes, hit: ProbeHit) -> bytes:
         """Return the event's payload after the number of the system call.
 
-        `raw`: the part of a raw_syscalls record that follows this number.
+        `raw`: the part of a raw_syscalls record that follows this number. `hit`: the hit, by which user
+        memory can be read.
         """
 
     def print_line(

@@ -23,9 +23,9 @@ _PRINTABLE = range(0x20, 0x7F)
 
 @dataclass
 class UserDataSize:
-    """The number of bytes in the file syscall_user_buf_size, which all trace arrays share.
+    """The value of the file syscall_user_buf_size: how many bytes of an argument's memory are recorded.
 
-    Deviates: in Linux each trace array has a size of its own.
+    Deviates: all trace arrays share the value; in Linux each has its own.
     """
 
     value: int = DEFAULT_SIZE
@@ -84,8 +84,8 @@ def captured(arguments: UserArguments, args: Sequence[int], start: int, limit: i
     """Return the end of a record: a `__data_loc` word for each argument's memory, and the memory itself.
 
     `args` are the values of all arguments, and `start` is the offset of the first word in the entry. `limit`
-    is the maximum number of bytes of one argument's memory; 0 means that no memory is recorded. Memory that
-    cannot be read is empty.
+    is the maximum number of bytes of one argument's memory; a string that is cut there gets `...` in
+    addition. If `limit` is 0, no memory is recorded. Memory that cannot be read is empty.
     Mirrors: kernel/trace/trace_syscalls.c:sys_fault_user, syscall_put_data (v7.2).
     """
     found = [_captured(arguments, args, at, limit, hit) if limit else b"" for at in arguments.positions]

@@ -29,7 +29,10 @@ _ENUM = "enum."
 
 
 class Tracepoints:
-    """All tracepoints of an image and their events; takes the records when the guest commits them."""
+    """All tracepoints of a kernel image, and their events.
+
+    When the guest commits a record, the object passes the record to the tracepoint's handlers.
+    """
 
     def __init__(
         self,
@@ -46,9 +49,9 @@ class Tracepoints:
         """Create an empty table of tracepoints, which events() fills.
 
         `breakpoints`: address -> handler of a breakpoint; events() adds the handler that takes the records.
-        `hit`: the ProbeHit object that handlers get with each record; its registers are set before. `keys`:
-        the static keys that switch the tracepoints. `argument_registers`: names of the registers with a
-        function's arguments.
+        `hit`: the ProbeHit object that handlers get with each record; its `regs` are set before each call.
+        `keys`: the static keys that switch the tracepoints. `argument_registers`: names of the registers with
+        a function's arguments.
         """
         self._user_data = user_data
         """Size of user memory in records of system calls; None if records contain no user memory."""
@@ -66,7 +69,11 @@ class Tracepoints:
         self.syscalls = tuple(syscall_definitions(image))
         self._word = image.bits // 8
         self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
-        """Returns the three arguments of host_trace_commit(), by which the guest commits a record."""
+        """Function: registers -> arguments of host_trace_commit(), by which the guest commits a record.
+
+        The arguments are the address of the trace_event_call, the address of the entry, and the entry's size
+        in bytes.
+        """
 
     def _commit(self, regs: Any) -> None:
         """Pass a record from guest memory to the handlers of its tracepoint.
@@ -90,7 +97,7 @@ class Tracepoints:
         return address_of(self._image.kallsyms, name)
 
     def events(self) -> Iterator[TraceEvent]:
-        """Fill the table, and yield an event for each tracepoint, then two events for each system call."""
+        """Create the tracepoints. Yield an event for each of them, then two events for each system call."""
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
             stub = TracepointStub(f"__traceiter_{each.name}")

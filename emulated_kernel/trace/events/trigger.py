@@ -46,7 +46,7 @@ class Trigger(ABC):
         self.filter = filter_
         """The filter after `if` in the trigger's command, or None if the command has no filter."""
         self.paused = False
-        """Whether the trigger is suspended, for example by the command `pause` of a hist trigger."""
+        """Whether the trigger is suspended: hits do not run it. `pause` suspends a hist trigger."""
 
     @property
     def key(self) -> Hashable:

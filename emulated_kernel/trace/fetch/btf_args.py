@@ -137,7 +137,7 @@ def split_field(text: str) -> tuple[str, str | None, bool]:
 
 
 def find_structure(btf: Btf | None, name: str) -> TypedValue | None:
-    """Return the structure `name` as a type, or None if the BTF lacks it.
+    """Return the type of the structure called `name`, or None if the BTF lacks it or is None.
 
     Mirrors: kernel/trace/trace_probe.c:query_btf_struct (v7.2).
     """
@@ -157,8 +157,9 @@ def follow_fields(
     """Follow `chain`, a text like `FIELD.FIELD->FIELD`, from a pointer to a structure.
 
     `value`: type of the pointer, or of the structure itself if `is_cast` is set. Yield (offset, value,
-    column) for each dereference: the offset in bytes from the pointer, the type of the value there, and the
-    column in `chain` of the last field before the next arrow.
+    column) for each dereference. The dereference reads the last field before the next arrow or the end of
+    `chain`. `offset`: bytes from the pointer to this field. `value`: type of the field. `column`: column of
+    the field in `chain`.
     Raises: FieldError (`chain` does not match the types).
     Mirrors: kernel/trace/trace_probe.c:parse_btf_field (v6.12).
     """
@@ -188,13 +189,13 @@ def follow_fields(
 
 
 def _find_member(btf: Btf, structure: int, name: str, column: int) -> tuple[int, Member]:
-    """Find the member called `name`.
+    """Find the member called `name` in `structure` (a type id) or in an anonymous member of it, at any depth.
 
-    Return (offset, member): the offset, in bits from the start of `structure` (a type id), of the structure
-    that contains the member, and the member. The containing structure is `structure` itself or an anonymous
-    member of it.
-    Raises: FieldError BAD_BTF_TID (the type is no structure), NO_BTF_FIELD (no such member); both with
-    `column`.
+    Return (offset, member). `offset`: bits from the start of `structure` to the start of the structure or
+    union that directly contains the member; 0 if that is `structure` itself.
+
+    Raises: FieldError BAD_BTF_TID (the type is no structure or union), NO_BTF_FIELD (no such member); both
+    with `column`.
     Mirrors: kernel/trace/trace_btf.c:btf_find_struct_member (v6.12).
     """
     if btf.kind(structure) not in (Kind.STRUCT, Kind.UNION):

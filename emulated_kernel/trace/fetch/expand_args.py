@@ -48,7 +48,7 @@ class ExpansionContext(Protocol):
 
 
 def expand_meta_args(words: Sequence[str], context: ExpansionContext) -> Sequence[str]:
-    """Replace the word `$arg*` by all parameters' names, and `$argN` at a word's start by one parameter's.
+    """Replace the word `$arg*` by all parameters' names, and a leading `$argN` by the name of parameter N.
 
     Return the new words. Without BTF for the function, `$argN` stays.
     Raises: KernelError EINVAL or ENOENT (a wrong word, or no such parameter), EOPNOTSUPP (`$arg*` without
@@ -144,7 +144,7 @@ def _one(word: str, names: _Names, log: TraceProbeLog) -> str:
 
 
 def expand_dentry_args(words: Sequence[str], btf: Btf | None) -> Sequence[str]:
-    """Replace each `[NAME=]ARG:%pd` or `[NAME=]ARG:%pD` by dereferences of the file's name.
+    """Replace each `[NAME=]ARG:%pd` or `[NAME=]ARG:%pD` by dereferences that read a file's name.
 
     Return the new words.
 

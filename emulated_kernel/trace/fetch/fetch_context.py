@@ -47,13 +47,16 @@ class FetchContext:
     function: str | None = None
     """Name of the probed function, or None if the probe is not at a symbol."""
     first_parameter: int = 0
-    """Number of leading parameters of the function that no argument can name.
+    """Number of leading parameters of the function that no fetch argument can name.
 
     In a distribution's kernel, a tracepoint's function has such a parameter: `__data`, before the arguments
     of the tracepoint.
     """
     captured: list[int] = field(default_factory=list)
-    """Numbers, from 0, of the arguments that a return probe stores at the function's entry, in this order."""
+    """Numbers, from 0, of the function arguments that a return probe must store at the function's entry.
+
+    The parser appends a number when a fetch argument first uses it. The values are stored in this order.
+    """
 
     has_field: Callable[[str], bool] | None = None
     """Returns whether an event probe's target event has a field of the given name; None for other probes."""
@@ -72,7 +75,7 @@ class FetchContext:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether arguments can be parameters of the probed function, at its entry or return."""
+        """Whether fetch arguments can use the parameters of the probed function, at its entry or return."""
         return self.on_entry or (self.on_return and InterfaceRule.ENTRY_ARGS in self.interface)
 
     @property

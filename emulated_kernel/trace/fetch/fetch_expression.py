@@ -27,7 +27,7 @@ _MAX_NESTED = 8
 Mirrors: kernel/trace/trace_probe.h:TRACEPROBE_MAX_NESTED_LEVEL (v7.3).
 """
 _PER_CPU = {"this_cpu_ptr(": False, "this_cpu_read(": True}
-"""Start of an access to a per-CPU variable -> whether the access reads the variable."""
+"""Start of an access to a per-CPU variable -> True if the access loads the value, False if the address."""
 FETCH_INSN_MAX = 16
 """Maximum number of operations of a fetch program, including its end."""
 PARAM_MAX_STACK = 2048
@@ -94,7 +94,7 @@ class ExpressionParser:
         return self._context.log.error(self._offset + column, error, code)
 
     def _nested(self, text: str, at: int) -> list[FetchInsn]:
-        """Compile `text`, an expression at column `at`, which may contain further expressions.
+        """Compile the expression `text`, which may contain other expressions as operands.
 
         Precondition: the interface has InterfaceRule.TYPECASTS.
         Mirrors: kernel/trace/trace_probe.c:parse_probe_arg_nested (v7.3).

@@ -85,9 +85,10 @@ class FetchType(ABC):
 
     @abstractmethod
     def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
-        """Return the fetch program `code` with the store operation of this type added.
+        """Return the fetch program `code` with the store operation of this type at its end.
 
-        `is_array`: whether the argument is an array.
+        The store operation may replace a dereference at the end of `code`. `is_array`: whether the argument
+        is an array.
         Mirrors: traceprobe_parse_probe_arg_body (v6.1).
         """
 
@@ -236,7 +237,7 @@ class String(FetchType):
         """Return the string at `address` with its NUL, or None, which `trace` shows as "(fault)".
 
         The result is None if the string cannot be read. It is also None for an empty string in user memory,
-        which Linux does not tell from a fault. `user`: an address in kernel space cannot be read.
+        which Linux does not tell from a fault. If `user` is set, an address in kernel space cannot be read.
         Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
         """
         read = environment.read

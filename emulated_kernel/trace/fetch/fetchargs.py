@@ -266,7 +266,8 @@ class _ArgParser:
     ) -> FetchStages:
         """Divide the program into stages, and add a bitfield's shift and an array's count.
 
-        `column` is the column of the type, for carets in error_log.
+        `type_name`: the type in the argument, or None. `count`: number of array elements, or 0. `column`:
+        column of the type, for carets in error_log.
         """
         named = self._expression.named
         load, *others, store = program

@@ -128,9 +128,9 @@ class NamedArgs:
         return self._fields(code, typed, *fields, is_cast=True, before=before)
 
     def _member_offset(self, typed: TypedValue, member: str, at: int) -> int:
-        """Return the offset in bytes of `member`, in the structure `typed`.
+        """Return the offset in bytes of a member from the start of the structure `typed`.
 
-        `member`: a text `FIELD.FIELD` at column `at`.
+        `member`: the text `FIELD.FIELD` that names the member, at column `at`.
         """
         try:
             offset, value, last = next(follow_fields(typed, member, is_cast=True))

@@ -52,8 +52,8 @@ def parse_event_filter(text: str, fields: Sequence[EventField], words: FilterWor
     """Parse the filter `text` of an event whose own fields are `fields`.
 
     `words`: the features of filters that the kernel's version supports.
-    Raises: errors of parse_filter(), KernelError ENOMEM (the memory limit definition_bytes, or the one for a
-    user, is reached).
+    Raises: errors of parse_filter(), KernelError ENOMEM (the limit definition_bytes or user_definition_bytes
+    of host memory is reached).
     """
     program = parse_filter(text, partial(find_event_field, fields), words)
     return EventFilter(text, program, words.memory.charge_text(text))
@@ -107,7 +107,11 @@ def _check_nesting(text: str) -> None:
 
 @dataclass
 class _Level:
-    """Parser state of an expression in parentheses, or of the whole filter; `&&` binds tighter than `||`."""
+    """Parser state of an expression in parentheses, or of the whole filter.
+
+    `any_of`: the finished operands of `||`. `all_of`: the operands so far of the current `&&`. Both are None
+    if there are none. `negated`: whether `!` precedes the parentheses.
+    """
 
     negated: bool
     any_of: Fragment | None = None

@@ -41,17 +41,17 @@ class FilterBuilder:
         return Fragment(index, ((index, True),), ((index, False),))
 
     def both(self, left: Fragment, right: Fragment) -> Fragment:
-        """Return the fragment for `left && right`."""
+        """Return the fragment for `left && right`: if `left` is true, execution goes on at `right`."""
         self._lead(left.on_true, right.start)
         return Fragment(left.start, right.on_true, left.on_false + right.on_false)
 
     def either(self, left: Fragment, right: Fragment) -> Fragment:
-        """Return the fragment for `left || right`."""
+        """Return the fragment for `left || right`: if `left` is false, execution goes on at `right`."""
         self._lead(left.on_false, right.start)
         return Fragment(left.start, left.on_true + right.on_true, right.on_false)
 
     def finish(self, whole: Fragment) -> FilterProgram:
-        """Return the program of the whole expression."""
+        """Return the program of the filter. `whole`: the fragment of the whole filter."""
         self._lead(whole.on_true, ACCEPT)
         self._lead(whole.on_false, REJECT)
         targets = self._targets

@@ -28,7 +28,7 @@ class FilterWords:
 
     interface: Interface = LINUX_6_1
     cpus: int = 1
-    """Number of CPUs."""
+    """Number of CPUs of the kernel. A filter whose `CPUS{LIST}` names a further CPU is wrong."""
     word_size: int = 8
     """Size of an address in bytes."""
     find_function: Callable[[str | int], range | None] = _no_function

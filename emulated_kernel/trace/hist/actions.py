@@ -40,7 +40,7 @@ class Action:
     owner: Histogram
     handler: Handler
     name: str = ""
-    """Name of the action or of the synthetic event, as written."""
+    """Text before `(PARAMS)`, as written: `trace`, `save`, `snapshot`, or the name of a synthetic event."""
     kind: ActionKind = ActionKind.TRACE
     params: list[str] = field(default_factory=list)
     synthetic_name: str | None = None
@@ -52,10 +52,7 @@ class Action:
     tracked: HistField | None = None
     """Reference to the variable of onmax() or onchange(); None for onmatch()."""
     track_index: int = -1
-    """Index in Element.variables of the variable that keeps the greatest or latest value; -1 for onmatch().
-
-    The value is that of `tracked`.
-    """
+    """Index in Element.variables of the greatest or latest value of `tracked`; -1 for onmatch()."""
     synthetic: SyntheticEvent | None = None
     arguments: list[int] = field(default_factory=list)
     """Indices in HistHit.references of the values that are passed to the synthetic event."""

@@ -224,7 +224,10 @@ class HistField:
 
     @property
     def is_shown_as_chain(self) -> bool:
-        """Whether the `hist` file shows the key as a call chain, with a line for each caller."""
+        """Whether the `hist` file shows the field (a key) as a call chain, with a line for each caller.
+
+        False if it is no call chain, or if it has a flag of _SHOWN_AS_NUMBERS, such as Flag.HEX.
+        """
         return bool(self.flags & Flag.STACKTRACE) and not self.flags & _SHOWN_AS_NUMBERS
 
     def operand_text(self) -> str:
@@ -308,7 +311,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A variable that holds the value of a field of the histogram's event; `value` is this field.
+    """The variable `variable`, which holds the value of `value`, a field of the histogram's event.
 
     Mirrors: struct field_var (v6.1).
     """
@@ -382,7 +385,8 @@ def _divide(value: int, divisor: int) -> int:
 def divide_by_constant(value: int, divisor: int) -> int:
     """Return value / divisor as Linux computes it for a constant divisor.
 
-    If the divisor is below 2**20 and not a power of two, quotients of small numbers are rounded up a little.
+    If both numbers are below 2**20 and the divisor is not a power of two, Linux multiplies by a reciprocal
+    and rounds the product up.
     """
     if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor

@@ -77,7 +77,10 @@ class HistData(Histogram):
         self.sort_keys: list[SortKey] = [SortKey()]
         self.actions: list[Action] = []
         self.made_hists: list[tuple[EventFile, str]] = []
-        """Event and command of each histogram that was created on another event to read one of its fields."""
+        """(event, command) of each histogram that was created for this one on another event.
+
+        Such a histogram reads a field of its event, which an action of this histogram needs.
+        """
         self.variables = Variables(self, system)
         if InterfaceRule.HIST_COMMON_STACKTRACE in system.interface:
             self.chain_name = "common_stacktrace"
@@ -124,6 +127,9 @@ class HistData(Histogram):
 
     def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
         """Parse the expression of a value or a variable, and return its field.
+
+        `flags`: flags of the new field. `variable`: name of the variable that is defined, or None for a
+        value.
 
         Mirrors: __create_val_field (v6.1).
         """
@@ -269,11 +275,12 @@ class HistData(Histogram):
         return value.to_bytes(8, "little").ljust(part.size, b"\0")
 
     def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
-        """Store in `values` the value of each variable that the histogram refers to, and return True.
+        """Store values of variables that the histogram refers to; return False if one is not set, else True.
 
-        If one is not set, return False. `key`: key of the elements that hold the variables. `own`: if True,
-        read only the histogram's own variables. If False, read only those of other histograms, and unset each
-        one whose reference has `read_once`.
+        `values`: where to store them, one item for each of the histogram's references. `own`: if True, read
+        only the histogram's own variables. If False, read only those of other histograms, and unset each one
+        whose reference has `read_once`. `key`: key of the elements that hold the variables.
+
         Mirrors: resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
@@ -314,10 +321,10 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
 
 
 def _rank(part: HistField, key: bytes) -> int:
-    """Return the number by which an element is sorted, if `part` of its key `key` is the sort key.
+    """Return the number by which the element with the key `key` is sorted if the sort key is `part`.
 
-    Strings are ordered by their bytes. As in Linux, the number is 0 for all stack traces and for all values
-    of `common_comm`.
+    `part`: one of the fields of which the key consists. Strings are ordered by their bytes. As in Linux, the
+    number is 0 for all stack traces and for all values of `common_comm`.
     """
     if part.flags & Flag.STACKTRACE or (part.flags & Flag.COMM and part.field is None):
         return 0

@@ -89,9 +89,10 @@ class HistPrinter:
 
     @staticmethod
     def _scale(index: int, column: HistField, elements: Sequence[Element]) -> int:
-        """Return the value that a column shows as 100 %: the sum of all for percent, the maximum for graph.
+        """Return what a column shows as 100 %: the sum for the modifier percent, the maximum for graph.
 
-        `index`: index of the column in Element.sums. Return 0 for columns with other modifiers.
+        Both are of all `elements`. `index`: index of the column in Element.sums. Return 0 for columns with
+        other modifiers.
         """
         if column.flags & Flag.PERCENT:
             return sum(each.sums[index] for each in elements) & U64

@@ -76,7 +76,7 @@ class RemovedHists:
         self._hists: dict[tuple[str, str, str], PastHist] = {}
         """Trace array, event and trigger's line -> the removed or cleared histogram with the most hits."""
         self.has_forgotten = False
-        """Whether a removed histogram was not recorded, because MAX_REMOVED others were recorded before."""
+        """Whether a removed or cleared histogram was not recorded, because MAX_REMOVED others had been."""
 
     def __iter__(self) -> Iterator[PastHist]:
         return iter(tuple(self._hists.values()))

@@ -57,7 +57,7 @@ class Element:
 class SortKey:
     """A sort key: a field of the histogram, and the direction.
 
-    `index` is the field's index in HistData.sortable.
+    `index` is the field's index in HistData.sortable. If `descending` is False, the order is ascending.
     """
 
     index: int = 0
@@ -168,9 +168,11 @@ class TracingMap:
     def sorted(self, primary: Rank, *secondary: Rank) -> Generator[None, None, list[Element]]:
         """Sort all elements in ascending order of the numbers that `primary` returns for them.
 
-        Elements with equal numbers are sorted by the numbers of the function in `secondary`. Before the sort,
-        all elements are in the byte order of their keys. The sort is Linux's heap sort, which is not stable,
-        so elements that are equal in all numbers have the same order as in Linux.
+        `secondary`: at most one function; elements with equal numbers are sorted by the numbers that it
+        returns.
+
+        Before the sort, all elements are in the byte order of their keys. The sort is Linux's heap sort,
+        which is not stable, so elements that are equal in all numbers have the same order as in Linux.
         The generator yields after each SORT_STEP elements, and its return value is the sorted list. Hits may
         add elements while the generator is suspended; the list does not contain them. The numbers for a sort
         are computed before it starts, so later changes of an element do not affect this sort.
@@ -216,7 +218,8 @@ def _sift_down(keys: list[int], order: list[int], start: int, end: int) -> None:
 
     The heap consists of the items before the index `end`. `keys`: ranks in heap order. `order`: original
     index of each rank's element, which moves together with the rank.
-    Follow the greater child to a leaf, and then go back up to the position.
+    As in Linux, the search follows the greater child to a leaf and then goes back up to the position. This
+    determines the order of equal elements.
     """
     path = []
     at = start

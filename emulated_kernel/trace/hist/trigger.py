@@ -144,14 +144,18 @@ class HistCommand(TriggerCommand):
             trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
-        """Create a histogram on the event `file` by `command`, for an action of `data`.
+        """Execute `command`, which creates a histogram on the event `file`, for an action of `data`.
 
-        The action needs a field of that event. Errors are logged with the command of `data`.
+        The action needs a field of that event. `command`: the text after `hist:`. Errors are logged with the
+        command of `data`.
         """
         self._run(data.triggers, file, data.log, command, removes=False)
 
     def _register(self, trigger: HistTrigger, data: HistData) -> None:
-        """Check that the new trigger fits the existing ones with its name, and register the name.
+        """Check that `trigger` is new and fits those with its name; register the name and set the clock.
+
+        `data`: the data that were parsed for `trigger`. If another trigger owns data with the name, `trigger`
+        uses those, and `data` is released.
 
         Mirrors: hist_register_trigger (v6.1).
         """

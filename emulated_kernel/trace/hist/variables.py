@@ -34,7 +34,10 @@ class Variables:
         self.log = owner.log
         self.interface = system.interface
         self.definitions: list[tuple[str, str]] = []
-        """Name and expression of each variable that the histogram defines; empty after HistData.build()."""
+        """(name, expression) of each variable that the histogram defines, until the end of HistData.build().
+
+        Expressions that have been parsed are shortened to the result of leftmost_operand().
+        """
 
     def exists(self, name: str) -> bool:
         """Return True if this histogram, or another histogram of the same event, defines the variable `name`.
@@ -80,10 +83,10 @@ class Variables:
         return reference
 
     def find(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
-        """Return the variable `name` of an existing histogram, or None if it is not found or not unique.
+        """Return the variable `name` of a histogram, or None if it is not found or not unique.
 
-        `system` and `event_name`: group and name of that histogram's event. If either is None, search the
-        events of this histogram's onmatch() actions first.
+        `name` is without `$`. `system` and `event_name`: group and name of that histogram's event. If either
+        is None, search the events of this histogram's onmatch() actions first.
         Mirrors: find_event_var (v6.1).
         """
         if system is None or event_name is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from emulated_kernel.image.linux.btf import Btf, Member
 
 COUNT = 6
-"""Number of words that a call's record has for arguments, if it has any.
+"""Number of words for arguments in the record of a call, if the record has arguments.
 
 Mirrors: FTRACE_REGS_MAX_ARGS (v7.2).
 """
@@ -72,9 +72,10 @@ class FunctionArgs:
             at += yield from self._argument(btf, parameter, words[at:])
 
     def _argument(self, btf: Btf, parameter: Member, words: Sequence[int]) -> Generator[str, None, int]:
-        """Yield the text of one argument, whose value begins at the first of `words`.
+        """Yield the text of the argument for `parameter` in pieces.
 
-        The generator's return value is the number of words that the argument takes.
+        `words`: the words of the record from the start of the argument's value on. The generator's return
+        value is the number of words that the argument takes.
         """
         # Imported here, because most mounts show no arguments.
         from emulated_kernel.image.linux.btf import Kind

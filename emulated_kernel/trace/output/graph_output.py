@@ -102,7 +102,10 @@ def header(options: TracerOptions, *, latency: bool) -> str:
 
 
 class GraphPrinter:
-    """Printer of records as a call graph. A new object is created for each rendering of a trace file."""
+    """Printer of records as a call graph, with the state of each CPU's calls.
+
+    Each rendering of a trace file has a new printer; trace_pipe keeps one between reads.
+    """
 
     def __init__(self, cpus: int, options: TracerOptions) -> None:
         self.is_on = options.is_on
@@ -122,8 +125,8 @@ class GraphPrinter:
         """Return the lines of a record.
 
         Return "" for the return of a leaf function, because the line of its call shows it. `following`: data
-        of the CPU's next record. It is None if there is none, or if the caller does not know it because a
-        record of another CPU comes first. `formatter` holds the trace options, and prints comments.
+        of the CPU's next record, or None if there is none. A trace file also passes None if a record of
+        another CPU comes before that one. `formatter` holds the trace options, and prints comments.
         """
         line = _GraphLine(entry, self, formatter)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]

@@ -146,7 +146,7 @@ class LineFormatter:
         whether the trace clock counts nanoseconds; otherwise times are shown as plain numbers. `time_start`:
         time from which times are counted with the option latency-format. `shows_symbols`: whether the option
         fields shows words of 64 bits as symbols; see fields_text(). `limit`: maximum size of a line in bytes.
-        `columns` describes the columns of common_flags.
+        `columns` describes the columns of common_flags. `cmdlines` knows the tasks' names.
         """
         self.flags = flags
         self._in_ns = in_ns
@@ -165,8 +165,8 @@ class LineFormatter:
     def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
         """Return the line of a record.
 
-        `next_time`: time of the next record in the file; for the last record, its own time. `index`:
-        position of the record in the file.
+        `next_time`: time of the next record in the file; for the last record, and in trace_pipe, the record's
+        own time. `index`: number of the record, from 0 in a trace file and from 1 in a read of trace_pipe.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self.style)
@@ -296,6 +296,8 @@ class LineFormatter:
         end: str = "",
     ) -> Callable[[TimedRecord, int, int], str]:
         """Return a function that prints a record in the format of option bin, hex or raw.
+
+        It has the parameters of line().
 
         `printers`: entry type -> printer; a record of any other type is printed as `type: N`. `context`
         returns the text before a record; its arguments are a pid and the record. `end` is appended to each

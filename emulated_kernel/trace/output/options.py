@@ -204,7 +204,10 @@ class TraceOptions:
             self._move_printk(here=False)
 
     def _set_of_tracer(self, name: str, *, on: bool) -> None:
-        """Switch an option of a tracer on or off. Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
+        """Switch an option of a tracer on or off.
+
+        Raises: errors of TracerOptions.switch(). Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1).
+        """
         if name in tuple(NopOption):
             verb = "refuse" if name == NopOption.REFUSE else "accept"
             self._printk(

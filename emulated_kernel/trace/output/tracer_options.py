@@ -84,7 +84,7 @@ class TracerOptions:
         self.has_args = has_args
         self._on: set[str] = set(_ON_AT_BOOT)
         self.others: tuple[str, ...] = ()
-        """Names of the options whose tracers can't be selected."""
+        """Names of the options of tracers that can't be selected."""
         for options in (others or {}).values():
             self.others += tuple(options)
             self._on.update(name for name, on in options.items() if on)

@@ -35,7 +35,7 @@ _SPECIAL = str.maketrans(":.*", "___")
 
 
 def default_name(text: str) -> str:
-    """Return an event name made from a place, of at most 63 bytes and without special characters.
+    """Return an event name made from `text`: its first 63 bytes, with special characters replaced.
 
     Mirrors: kernel/trace/trace.h:sanitize_event_name (v6.12).
     """
@@ -278,8 +278,9 @@ def parse_event_name(
 ) -> tuple[str, str]:
     """Parse [GRP/][EVENT], and return group and event. Since Linux 6.1, a dot may replace the slash.
 
-    `group` is the default group, and `offset` the column of `text`. The event is "" if only a group is given.
-    Raises: KernelError EINVAL (a name is missing, too long, or not allowed; logged).
+    `group` is the default group, and `offset` the column of `text` in its word of the command, for error_log.
+    The event is "" if only a group is given. Raises: KernelError EINVAL (a name is missing, too long, or not
+    allowed; logged).
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v5.10, v6.1).
     """
     event = text

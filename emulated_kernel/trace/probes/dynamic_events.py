@@ -28,7 +28,8 @@ WRITE_BUFSIZE = 4096
 def run_commands(data: bytes, execute: Callable[[str], None], printk: Callable[[str], None]) -> int:
     """Call `execute` for each line of one write(2), and return the number of bytes of `data`.
 
-    A line with its newline has at most 4,095 bytes. A line with a NUL is refused as too long.
+    `execute` gets the line up to a `#`, which begins a comment. A line with its newline has at most 4,095
+    bytes. A line with a NUL is refused as too long. `printk` gets the message that a line is too long.
     Raises: KernelError EINVAL (a line is too long), or the error of `execute`. The lines before a line that
     fails keep their effect.
     Mirrors: kernel/trace/trace.c:trace_parse_run_command (v6.1).
@@ -78,7 +79,7 @@ class DynEvent(ABC):
         """Return True if a command that removes events matches this event.
 
         `group` is None, and `event` is "", if the command names none. `words` are the place and the arguments
-        in the command.
+        in the command; empty if it gives no place.
         """
 
     @abstractmethod
@@ -98,7 +99,7 @@ class DynEventList:
     def __init__(self) -> None:
         self._all: dict[DynEvent, None] = {}
         self._named: dict[str, DynEvent | dict[DynEvent, None]] = {}
-        """Name -> its event; or a dict, once two events have had the name.
+        """Name -> the event with the name; or a dict, once two events have had the name.
 
         The keys of the dict are the events with the name, oldest first.
         """

@@ -64,7 +64,7 @@ class EprobeTrigger(Trigger):
 
 
 class EprobeEvent(ProbeTraceEvent):
-    """The event of an event probe, which is recorded for each entry of the event `target`."""
+    """The event that an event probe records for each entry of the event `target`."""
 
     __slots__ = ("target",)
 
@@ -136,7 +136,7 @@ class Eprobe(TraceProbe):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Return the value of the field `name` in an entry of the target event; for a string, its address.
+        """Return the value of the field `name` in an entry of the target event; an EntryAddress for a string.
 
         Mirrors: get_event_field (v6.1).
         """
@@ -269,7 +269,7 @@ class EventProbes(ProbeKind[Eprobe]):
             raise KernelError(errno.EINVAL, "malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
-        """Check that an argument's field exists, and return the argument with an address for its `@symbol`.
+        """Check that `target` has the field that `arg` reads. Return `arg` with an address for `@symbol`.
 
         If the target has no field for `$comm`, the argument is the current task's name. Raises: KernelError
         ENOENT (no such field or symbol).

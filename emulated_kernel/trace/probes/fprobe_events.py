@@ -73,7 +73,7 @@ class TraceFprobe(TraceKprobe):
         return ""
 
     def register(self) -> None:
-        """Look up the functions, and register the fprobe if the event is enabled.
+        """Look up the functions that the fprobe shall be on, and register the fprobe if the event is enabled.
 
         In some versions of Linux, also register the fprobe of a disabled event.
         Raises: KernelError EINVAL or ENOENT (no function can be traced), ENOENT (an argument has an unknown
@@ -167,7 +167,7 @@ class TraceFprobe(TraceKprobe):
 
     @property
     def more_count(self) -> int:
-        """Amount by which ftrace has increased the preempt count in records; see TraceKprobe.more_count.
+        """Amount that ftrace adds to the preempt count in records of the probe; see TraceKprobe.more_count.
 
         It is 0 unless preemption is disabled twice. At a return, both the trampoline's handler and ftrace's
         guard against recursion call preempt_disable(). In some versions of Linux, there are two such calls at
@@ -238,8 +238,8 @@ class TraceTprobe(TraceKprobe):
     def enable(self) -> None:
         """Switch the tracepoint on, and probe its stub.
 
-        Do nothing if that is done already, or if the kernel has no such tracepoint. Raises: errors of
-        register_kprobe().
+        Do nothing if that is done already, or if the kernel has no such tracepoint, or no stub for it.
+        Raises: errors of register_kprobe().
         """
         point = self.kind.tracepoint(self.symbol)
         stub = None if point is None else point.stub
@@ -277,7 +277,7 @@ class TraceTprobe(TraceKprobe):
         """Ignore a record of the tracepoint: the tracepoint is on only to make the guest call its stub."""
 
     def _called(self, preempt_count: int, _kprobe: Kprobe, regs: Regs) -> None:
-        """Handle a call of the stub. Its record's flags are those of a function call, not of a breakpoint.
+        """Handle a call of the stub. The record gets the flags of a function call, not of a breakpoint.
 
         `preempt_count`: amount that the tracepoint adds to preempt_count in Linux, but not in the guest.
         """
@@ -298,7 +298,10 @@ class TraceTprobe(TraceKprobe):
 
     @property
     def more_count(self) -> int:
-        """Amount by which ftrace has increased the preempt count in records; see TraceFprobe.more_count."""
+        """Amount that ftrace adds to the preempt count in records of the event; see TraceKprobe.more_count.
+
+        It is 0, except in the versions of Linux in which TraceFprobe.more_count is not 0 at an entry.
+        """
         return self.engine.disabled_once if InterfaceRule.FPROBE_ENTRY_COUNT in self.kind.interface else 0
 
     @property

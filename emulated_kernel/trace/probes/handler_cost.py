@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from emulated_kernel.machine.machine import Machine
 
 HITS = {EntryKind.BREAKPOINT: 2000, EntryKind.JUMP: 4000, EntryKind.CALL: 4000}
-"""Entry kind (how a hit enters the handler) -> number of hits in a round.
+"""Entry kind (how a hit enters the handler) -> number of hits in one measurement.
 
-They are so many that the cost of entering the guest is negligible.
+With so many hits, the cost of entering the guest once for each measurement is negligible.
 """
 ROUNDS = 7
 MOST_TRAPS = 2

@@ -23,7 +23,11 @@ _MODULE_MAY_COME = (
 
 
 class KprobeEvents(ProbeKind[TraceKprobe]):
-    """All kprobe events of a kernel. Mirrors: kernel/trace/trace_kprobe.c (v6.1)."""
+    """All events of one kind whose probes are TraceKprobes.
+
+    They are the kprobe events of a kernel, or in the subclass FprobeEvents its fprobe and tracepoint events.
+    Mirrors: kernel/trace/trace_kprobe.c (v6.1).
+    """
 
     probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
     log_name: ClassVar[str] = "trace_kprobe"
@@ -55,7 +59,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def events(self) -> list[KprobeTraceEvent]:
-        """Return all kprobe events, in order of creation."""
+        """Return all events of this kind, in the order in which their oldest probes were created."""
         return list(dict.fromkeys(probe.event for probe in self._own))
 
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
@@ -63,14 +67,20 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.own(self.registry.find(group, name))
 
     def own(self, event: TraceEvent | None) -> KprobeTraceEvent | None:
-        """Return `event` if it is a kprobe event of this kind, or one without probes; else None."""
+        """Return `event` if it is a KprobeTraceEvent with probes of this kind or without probes; else None.
+
+        Events of FprobeEvents, a subclass, are KprobeTraceEvents too. An event without probes has no kind.
+        """
         if not isinstance(event, KprobeTraceEvent):
             return None
         kind = event.kind
         return event if kind is self or kind is None else None
 
     def create(self, command: str) -> bool:
-        """Create a probe from a `p`, `r` or `j` command; see EventKind.create()."""
+        """Create a probe from a command for this kind of event, such as `p` or `r`; see EventKind.create().
+
+        For an empty command, do nothing and return True.
+        """
         argv = argv_split(command)
         if not argv:
             return True
@@ -91,7 +101,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return self.probe_class(self, definition, self._engine)
 
     def _refuse(self, failure: KernelError) -> None:
-        """Raise the error that Linux reports in place of `failure`, if it differs. By default, do nothing.
+        """Raise another error in place of `failure` if Linux reports another one. By default, do nothing.
 
         `failure`: the error of registering the command's probe. If this method returns, the caller raises
         `failure`.
@@ -114,7 +124,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
                 log.error(0, ProbeError.FAIL_REG_PROBE)
 
     def _insert(self, probe: TraceKprobe) -> None:
-        """Register a probe and add it to the list.
+        """Register a probe, and add it to its event and to the list of dynamic events.
 
         If registering fails with ENOENT, but the place may exist after a module is loaded, add the probe
         nevertheless.

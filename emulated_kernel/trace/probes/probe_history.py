@@ -11,9 +11,10 @@ from emulated_kernel.trace.text.chars import to_text
 from emulated_kernel.util.fast_dataclass import dataclass, field
 
 MAX_REMOVED = 100
-"""Maximum number of removed events in the history, and of places of an event's removed probes.
+"""Maximum number of removed events that the history keeps.
 
-Of older events and places, only the number of hits is kept.
+It is also the maximum number of places that the history keeps of the removed probes of one event. Of older
+events and places, only the number of hits is kept.
 """
 
 
@@ -94,7 +95,7 @@ class ProbeHistory:
             _note_recording(event, known)
 
     def removed(self, probe: TraceKprobe, event: KprobeTraceEvent, filters: list[str], missed: int) -> None:
-        """Record the removal of `probe` from `event`; if it was the last one, also that of the event.
+        """Record the removal of `probe` from `event`; if it was the last probe, also the removal of `event`.
 
         If the event was never enabled, do nothing. `filters`: texts of the event's filters before the
         removal. `missed`: number of the probe's missed hits.

@@ -142,7 +142,10 @@ def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
 
 
 class KprobeTraceEvent(ProbeTraceEvent):
-    """The event of one or more kprobes, or of one or more return probes."""
+    """The event of one or more TraceKprobes: kprobes, kretprobes, fprobes or probes of tracepoints.
+
+    All probes of the event have one class, and either all or none of them are return probes.
+    """
 
     __slots__ = ()
 
@@ -351,7 +354,7 @@ class TraceKprobe(TraceProbe):
         return self.place.symbol or "unknown"
 
     def is_in_module(self, module: str) -> bool:
-        """Return True if the place was given as `MODULE:SYMBOL` with this module."""
+        """Return True if the place was given as `MODULE:SYMBOL` and MODULE is `module`."""
         return self.symbol.startswith(f"{module}:")
 
     def awaits_module(self) -> bool:
@@ -366,7 +369,10 @@ class TraceKprobe(TraceProbe):
         return bool(colon) and not self.engine.symbols.has_module(module)
 
     def why_unarmed(self) -> str:
-        """Return the reason why the probe of an enabled event cannot be hit now, or "" if it can be hit."""
+        """Return the reason why the probe of an enabled event cannot be hit now, or "".
+
+        "" means that it can be hit, or that it is not registered for a reason other than a missing module.
+        """
         if self.handle is None:
             module, colon, _ = self.symbol.partition(":")
             return f"module {module} was not loaded" if colon else ""
@@ -540,7 +546,8 @@ class TraceKprobe(TraceProbe):
 
         HandlerCosts measures the copy. `counter`: per-CPU offset of the count of hits. `check` replaces all
         checks of the lists of pids. Return True. If guest code cannot handle the event, emit nothing and
-        return False. Do so for a return probe, too: its handler is the smaller part of its cost.
+        return False. Also emit nothing for a return probe, because its handler is the smaller part of the
+        probe's cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

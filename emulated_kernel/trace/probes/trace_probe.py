@@ -280,7 +280,9 @@ class ProbeKind(EventKind[P]):
         return event if event.kind is self else None
 
     def _register(self, probe: P, log: TraceProbeLog) -> None:
-        """Add a probe to the list. Register its event, or add the probe to an existing event of its name.
+        """Add a probe to the list, and register its event.
+
+        If _shared_event() returns an existing event, add the probe to that one instead.
 
         Raises: KernelError EEXIST (another event has the name, or _check_append() refuses the probe; logged),
         ENOSPC (the limit on dynamic events is reached), or the error of _insert().
@@ -320,7 +322,8 @@ class ProbeKind(EventKind[P]):
     def remove(self, probe: P) -> None:
         """Remove a probe. If it is the last probe of its event, remove the event too.
 
-        Raises: KernelError EBUSY (the last probe of an event that is enabled or has users).
+        Raises: KernelError EBUSY (it is the last probe, and the event is enabled or has users; see
+        TraceEvent.hold()).
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event

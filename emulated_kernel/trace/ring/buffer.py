@@ -36,7 +36,7 @@ from emulated_kernel.util.fast_named_tuple import NamedTuple
 _DISABLED = RingFlag.DISABLED.value
 _MISSED_COUNT_SIZE = 8
 _SMALLEST = 4
-"""Minimum size of an event in bytes."""
+"""Minimum size of an event in bytes, used to compute the maximum number of events in a buffer."""
 
 
 class Consumed(NamedTuple):
@@ -412,7 +412,7 @@ class RingBuffer(RingWriter):
     def resize(
         self, place: RingMemory, nr_pages: int, images: Sequence[bytes | memoryview] | None = None
     ) -> None:
-        """Move the events to the memory `place`, which has `nr_pages` sub-buffers.
+        """Move the events to the memory `place`, which becomes a ring of `nr_pages` sub-buffers.
 
         `place` may have the same control block or another one. If not all events fit, those of the oldest
         sub-buffers are dropped, and count as overwritten. The caller must release the old pages after guest

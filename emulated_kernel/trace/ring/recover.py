@@ -157,11 +157,9 @@ class _DamagedBuffer:
     def _repair_tail(self, slots: list[int]) -> None:
         """Correct the position of the tail, which the control block stores three times.
 
-        The three copies are the write pointer, tail_page and tail_slot.
-
-        `slots`: number of the page in each ring slot.
-
-        If the host was not changing the control block, at least two of the three copies are right.
+        The three copies are the write pointer, tail_page and tail_slot. If the host was changing the control
+        block, do nothing. Otherwise, at least two of the copies are right. `slots`: number of the page in
+        each ring slot.
         """
         control = self.control
         # If the page is full, the pointer is after the page, so one is subtracted.
@@ -338,7 +336,8 @@ class _DamagedBuffer:
 def recover_ring_buffer(block: bytes, read: Callable[[int, int], bytes]) -> RecoveredBuffer | None:
     """Return a repaired copy of the ring buffer with the control block `block`; None for an unused block.
 
-    `read` takes an address and a size, and returns memory of the machine.
+    `read` takes a guest address, such as that of the buffer's pages, and a size in bytes; it returns the
+    content of the ended machine's memory there.
     Raises: UnreadableControlBlock (the buffer cannot be repaired), OSError (from `read`).
     """
     if not any(block[: offset_of("aside")]):

@@ -10,8 +10,8 @@ The following words are
          then              page_entries[nr_pages + 1]: events on each sub-buffer that the tail has left
 
 The nr_pages + 1 sub-buffers (buffer_page.py) have 4096 << order bytes each. They begin at the next address
-that is a multiple of this size; `base` is a multiple of 4096. The commit word of tail_page is stale: its
-data end at write_ptr (or parked_ptr).
+that is a multiple of this size. The memory itself begins at the address in the control block's word `base`, a
+multiple of 4096. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
 
 Guest code writes an event of `length` bytes (buffer_page.event_size) at the time t like this:
 
@@ -159,7 +159,7 @@ class RingMemory:
         return (self.pages if self.control is None else self.control).cast("B")[:CONTROL_SIZE]
 
     def moved_to(self, pages: RingMemory) -> RingMemory:
-        """Return a copy of `pages` that has the control block of this object. The memory is not copied."""
+        """Return an object with the pages of `pages` and this object's control block. No memory is copied."""
         return replace(pages, control=self.control, control_at=self.control_at)
 
 
@@ -175,7 +175,7 @@ class RingControls:
     """Function that frees the control blocks."""
 
     def place(self, cpu: int, pages: RingMemory) -> RingMemory:
-        """Return a copy of `pages` that has the control block of `cpu`. The memory is not copied."""
+        """Return an object with the pages of `pages` and the control block of `cpu`. No memory is copied."""
         return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 
@@ -186,11 +186,12 @@ class RecordTarget:
     control_at: int
     """Offset of the control blocks from the per-CPU bases, in bytes."""
     saves_comm: bool
-    """Whether a record of a task also stores the task's name for the file saved_cmdlines."""
+    """Whether guest code that writes a record also saves the task's name for saved_cmdlines."""
     make_room: Callable[[], bool]
     """Function of the host that guest code calls if there is no room or a time extend is needed.
 
-    It calls RingBuffer.make_room() of the CPU's buffer, and returns the result; False: drop the event.
+    It calls RingBuffer.make_room() of the current CPU's buffer, and returns the result. True: there is room,
+    so guest code tries again. False: guest code drops the event.
     """
     order: int = 0
     """Order of the buffers' sub-buffers, which have 4096 << order bytes."""

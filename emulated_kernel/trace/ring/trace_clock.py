@@ -65,8 +65,8 @@ class ClockSource:
     def converter(self, clock: TraceClock) -> Callable[[int], int] | None:
         """Return a function that converts nanoseconds to the units of `clock`.
 
-        Return None if no conversion is needed: `clock` counts the machine's nanoseconds, or is x86-tsc, and
-        the guest's TSC runs at 1 GHz.
+        Return None if no conversion is needed, because `clock` counts the machine's nanoseconds. The clock
+        x86-tsc counts them too, because the guest's TSC runs at 1 GHz.
         """
         if clock.host_clock is not None:
             return partial(self._host_time, clock.host_clock)

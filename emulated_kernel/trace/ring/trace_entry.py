@@ -169,7 +169,7 @@ _USER_CALLERS = 8
 
 
 def user_stack_entry(tgid: int, callers: Sequence[int], word_size: int = 8) -> bytes:
-    """Return the payload of a USER_STACK record: `tgid`, and at most 8 addresses, `callers`."""
+    """Return the payload of a USER_STACK record: `tgid` and the addresses `callers` (at most 8)."""
     words = [tgid, *callers, *[0] * (_USER_CALLERS - len(callers))]
     return b"".join(word.to_bytes(word_size, "little") for word in words)
 

@@ -191,7 +191,8 @@ class RingWriter:
     def check(self) -> tuple[int, ...]:
         """Check the control block. If guest code has made it invalid, empty the buffer.
 
-        Return the words of the control block up to `entries_bytes`.
+        Return the words of the control block (RingControl), from its start up to and including
+        `entries_bytes`.
         """
         state = _STATE.unpack_from(self._block)
         last = self.nr_pages
@@ -302,10 +303,11 @@ class RingWriter:
         control.write_ptr = 0
 
     def _move_tail(self, state: tuple[int, ...], tail: int, time_stamp: int) -> bool:
-        """Close the tail page, and make the ring's next page the tail page, which begins at `time_stamp`.
+        """Close the tail page, and make the ring's next page the tail page. Return True if this is done.
 
-        `state`: result of check(). `tail`: bytes of data on the old tail page. If the buffer is full and must
-        not overwrite events, count a dropped event and return False.
+        `state`: result of check(). `tail`: bytes of data on the old tail page. `time_stamp`: time of the new
+        page's first event. If the buffer is full and must not overwrite events, count a dropped event and
+        return False.
 
         For speed, this is one long function: the guest's recording code calls it for each page.
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1).

@@ -51,7 +51,7 @@ _WORDS = ("long", "unsigned long")
 
 
 class ValueType(NamedTuple):
-    """The type of a variable or of another field of a histogram."""
+    """The type of a value that a histogram can supply, which is a variable or another of its fields."""
 
     name: str
     size: int
@@ -131,7 +131,7 @@ class NumberField(SyntheticField):
         return (number & (1 << 8 * self.size) - 1).to_bytes(8, "little"), b""
 
     def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
-        """Return the number in decimal; a number of the type gfp_t in hexadecimal, twice.
+        """Return the number in decimal; for the type gfp_t, in hexadecimal without and with the prefix 0x.
 
         As in Linux, numbers of 1 and 2 bytes are printed as unsigned, even if their type is signed.
         """
@@ -197,10 +197,10 @@ class StackField(DynamicStringField):
         return given.is_call_chain
 
     def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
-        """Encode a call chain: return its __data_loc, and its length and callers as guest words.
+        """Encode a call chain: return its __data_loc for the fixed part of an entry, and the bytes to append.
 
-        `value`: the callers, 8 bytes each; a number is an empty chain. `end`: offset of the chain in the
-        entry.
+        The appended bytes are the chain's length and the callers, as guest words. `value`: the callers, 8
+        bytes each; a number is an empty chain. `end`: offset of the chain in the entry.
         Mirrors: kernel/trace/trace_events_synth.c:trace_stack (v6.12).
         """
         chain = _words(value, 8) if isinstance(value, bytes) else []

@@ -13,7 +13,7 @@ PID_MAX_DEFAULT = 0x8000
 DEFAULT_SIZE = 6552
 """Number of tasks that the cache can hold at boot."""
 _HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
-"""Size in bytes of Linux's struct saved_cmdlines_buffer without its names."""
+"""Size in bytes of Linux's struct saved_cmdlines_buffer without the names and pids of the tasks."""
 _ELEMENT = 20
 """Size in bytes of a task's name and pid in Linux's buffer."""
 _PAGE = 4096

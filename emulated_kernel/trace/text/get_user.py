@@ -45,8 +45,8 @@ class WordParser:
         `data` has only blanks. It is also b"" if `data` ends within the word; `rest` then keeps the word's
         start.
         `is_at_start`: the write is at file position 0, so it does not continue a word of an earlier write.
-        After a word that is too long, all later words of the open file are dropped.
-        Raises: KernelError EINVAL (more than `longest` bytes).
+        After a word that is too long, all later words of the open file are dropped: the word is always b"".
+        Raises: KernelError EINVAL (the word has more than `longest` bytes; see the constructor).
         Mirrors: kernel/trace/trace.c:trace_get_user (v6.1.176).
         """
         before = b"" if is_at_start else self.rest
@@ -70,7 +70,7 @@ def take_word(data: bytes, start: int = 0) -> tuple[bytes, int]:
     """Return the first word of `data` from the index `start` on (b"" if none), and the number of bytes taken.
 
     This function is for files in which a word cannot continue in the next write.
-    Raises: KernelError EINVAL (more than WORD_MAX bytes).
+    Raises: KernelError EINVAL (the word has more than WORD_MAX bytes).
     """
     parser = WordParser(WORD_MAX)
     word, size = parser.take(data, start)

@@ -52,7 +52,7 @@ class _Starred:
     count: int
     """Number of the arguments for width and precision."""
     of: Callable[[Sequence[int]], Conversion]
-    """Function that returns the conversion for the given width and precision."""
+    """Takes the arguments for width and precision, in this order, and returns the conversion."""
 
 
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
@@ -95,7 +95,7 @@ def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred
 
 
 def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conversion:
-    """Return the conversion for the match `found`, with `values` as its width and precision.
+    """Return the conversion for `found`, a match of _CONVERSION, with `values` in the place of each `*`.
 
     Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1).
     """

@@ -111,7 +111,8 @@ class ProbeError(CommandError):
 class TraceProbeLog:
     """Log of the errors of a probe definition that is being parsed.
 
-    `index` is the index of the current word in `argv`.
+    The parser sets the attribute `index`: the index of the current word in the constructor's `argv`, the
+    words of the command.
 
     Mirrors: kernel/trace/trace_probe.c:trace_probe_log (v6.1).
     """

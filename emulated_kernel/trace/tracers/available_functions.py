@@ -129,7 +129,9 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[int, ...] | int]:
-        """Return a cached map for patterns without a wildcard: name -> one or more fentry sites.
+        """Return a cached map: name of functions -> fentry site, or tuple of sites if several have it.
+
+        The map is used for patterns without a wildcard.
 
         Clients write a name for each of thousands of functions, so a linear search would be too slow.
         """

@@ -62,7 +62,7 @@ class KernelFunctions:
         self._hit = hit
         hit.has_several = True
         self._latest = 0
-        """Number of the call (FtraceSites.calls) whose call chain is cached in the ProbeHit."""
+        """Number of the latest call (FtraceSites.calls), to which the call chain cached in `_hit` belongs."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -126,7 +126,7 @@ class KernelFunctions:
 
     @property
     def may_compile(self) -> bool:
-        """Whether guest code can be compiled."""
+        """Whether handlers of calls can be compiled to guest code. If not, Python runs them at each call."""
         return self._kprobes.compiler.may_compile
 
     def attach(self, user: FtraceOps, sites: AbstractSet[int]) -> None:

@@ -31,7 +31,7 @@ class GraphUser(ABC):
     """
 
     symbols: tuple[str, str]
-    """Names of the Linux functions that correspond to entered() and returned()."""
+    """Names of the Linux functions that correspond to entered() and returned(), for enabled_functions."""
     data_size: int
     """Size in bytes of the data that entered() returns, which are kept until the call returns.
 
@@ -96,6 +96,7 @@ class FunctionGraph:
         """Create an object without hooks, and subscribe to changes of the functions that `filters` selects.
 
         `choose_hooks` is called when a GraphUser is registered, and returns the return hooks to use.
+        `places`: the addresses in the guest that compiled code uses.
         """
         filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
@@ -154,7 +155,10 @@ class FunctionGraph:
         return self._running.hooks.newest(instance.hook, before=instance.node)
 
     def overruns(self) -> int:
-        """Return the number of calls of the current task that were nested too deep to be hooked."""
+        """Return the number of calls of the current task that were nested too deep to be hooked.
+
+        They are counted since the GraphUser was registered.
+        """
         assert self._running is not None
         return self._running.stack.overruns(self._tasks.current())
 

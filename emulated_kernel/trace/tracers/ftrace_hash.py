@@ -34,8 +34,8 @@ class FtraceHash:
     def moved(cls, sites: Iterable[int]) -> FtraceHash:
         """Return a table of the addresses `sites`, sized as Linux sizes a set that replaces another.
 
-        The number of buckets is the smallest power of two that is greater than half the number of sites,
-        rounded down. It is at most 2**MAX_BITS.
+        For N sites, the number of buckets is the smallest power of two that is greater than N // 2, but at
+        most 2**MAX_BITS.
         Mirrors: ftrace.c:dup_hash (v6.1).
         """
         found = list(sites)

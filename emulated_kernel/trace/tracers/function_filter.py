@@ -215,7 +215,10 @@ class FunctionSet(EditedSet):
 
     @property
     def waits(self) -> bool:
-        """Whether the set has selections that wait for a module and that count (see `waiting_counts`)."""
+        """Whether selections of the set wait for a module, and make the set count as not empty.
+
+        The value is False if __init__() was called with `waiting_counts` False.
+        """
         return self._waiting_counts and bool(self.awaited)
 
     def edit(self, *, truncate: bool) -> FilterEdit:
@@ -388,7 +391,7 @@ class GraphSet(EditedSet):
     def records_at_open(self) -> Callable[[int], Iterator[str]]:
         """Return a function for one open file: it takes a line's index and returns the lines from there on.
 
-        The lines show the set as it is at the time of the read.
+        The lines show the set as it is at the time of each read, not of the open.
         Mirrors: kernel/trace/ftrace.c:g_start (v6.1).
         """
         return self.records_from

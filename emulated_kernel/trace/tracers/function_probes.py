@@ -226,9 +226,9 @@ class FunctionProbes:
         return True
 
     def _limited_stacktrace(self, hit: ProbeHit) -> bool:
-        """Record the call chain and return True, or return False if tracing is off.
+        """Record the call chain and return True; if tracing is off, record nothing and return False.
 
-        Linux: tracing_on of the top array counts, even for instances.
+        Linux: tracing_on of the top array decides, even for instances.
         Mirrors: kernel/trace/trace_functions.c:ftrace_stacktrace_count (v6.1).
         """
         return self._top.tracing_on and self._stacktrace(hit)

@@ -29,10 +29,11 @@ class FunctionTracer(Tracer, FunctionWatcher):
         recorder: CallRecorder,
         is_on: Callable[[str], bool],
     ) -> None:
-        """Create the filters, which select all functions.
+        """Create a tracer that is stopped, with empty filters: it will trace all functions.
 
         `recorder` writes a call to the trace, unless `pids` (the lists set_ftrace_pid and
-        set_ftrace_notrace_pid) exclude the task. `is_on` returns whether an option of the tracer is on.
+        set_ftrace_notrace_pid) exclude the task. `is_on` returns whether an option of the tracer is on; the
+        argument is the option's name.
         """
         self._hooks = hooks
         self._option = is_on

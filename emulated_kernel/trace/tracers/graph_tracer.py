@@ -54,7 +54,10 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         pids: EventPids,
         context: HitContext,
     ) -> None:
-        """Create the filters, which select all functions. `pids` are the function tracer's lists of pids."""
+        """Create a tracer that is stopped, with empty filters: it will trace all functions.
+
+        `pids`: the function tracer's lists of pids.
+        """
         self.functions = GraphSet(functions, "all functions enabled", graph.user_changed)
         self.notrace = GraphSet(functions, "no functions disabled", graph.user_changed)
         functions.watch(self)

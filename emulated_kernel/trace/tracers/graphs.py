@@ -28,9 +28,10 @@ def build_graphs(
     context: HitContext,
     places: GuestAddresses,
 ) -> tuple[GraphTracer, FunctionProfiler]:
-    """Build the function_graph tracer and the function profiler of the top array, and register the tracer.
+    """Build the function_graph tracer and the function profiler of the top array, `array`.
 
-    `tracer` is the top array's function tracer. `points` maps GROUP:EVENT -> tracepoint of the kernel.
+    Register the function_graph tracer with `array`, so that current_tracer can select it. `tracer` is the
+    array's function tracer. `points` maps GROUP:EVENT -> tracepoint of the kernel.
     """
     system = array.system
     graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, SleepTimes(points, system), places)

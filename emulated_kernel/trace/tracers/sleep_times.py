@@ -47,7 +47,7 @@ class SleepTimes:
         """
 
     def start(self, slept: Slept) -> None:
-        """Call `slept` for each task that comes back to a CPU, while option sleep-time is off.
+        """From now on, call `slept` when a task comes back to a CPU while option sleep-time is off.
 
         Deviates: Linux watches sched_switch even if the option is on, which only costs time.
         """

@@ -26,7 +26,7 @@ class TracedCalls:
         self._code = functions.entry_code(self._ops)
 
     def attach(self, sites: AbstractSet[int]) -> None:
-        """Record the calls from `sites`, and no others."""
+        """From now on, record the calls from the fentry sites `sites`, and no others."""
         if self._code is not None and self._settings() is not None:
             # New sites call the jump at once, because writing all sites again takes long.
             self._code.prepare(sites, _of_one_kind)
@@ -53,7 +53,10 @@ class TracedCalls:
             self._compile(code)
 
     def _compile(self, code: EntryCode[None]) -> None:
-        """Compile guest code, if the settings allow it. Otherwise Python continues to handle the calls."""
+        """Compile guest code into `code`, if the recorder's settings allow it.
+
+        Otherwise Python continues to handle the calls.
+        """
         settings = self._settings()
         if settings is None:
             code.is_settled = True
@@ -67,8 +70,8 @@ class TracedCalls:
 
 
 def _of_one_kind(sites: AbstractSet[int]) -> dict[None, AbstractSet[int]]:
-    """Return a dict with the value `sites` and the key None, the only kind of function.
+    """Return the map that an EntryCode needs: kind of function -> fentry sites.
 
-    There is one kind, because all functions share their guest code.
+    It has one kind, None, with all of `sites`, because all functions share their guest code.
     """
     return {None: sites}

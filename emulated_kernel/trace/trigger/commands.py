@@ -126,11 +126,13 @@ class ControlCommand(TriggerCommand):
     trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to the event `file`, or remove it if `removes` is True.
+        """Add the command's trigger to the event `file`, or remove it if `removes` is True.
 
-        `rest`: the command after its name, `[COUNT] [if FILTER]`; None if nothing follows the name.
+        traceon and traceoff have the same TriggerKind, so an event has at most one of them, and each command
+        can remove the other's trigger. `rest`: the command after its name, `[COUNT] [if FILTER]`; None if
+        nothing follows the name.
         Raises: KernelError EINVAL (syntax), ERANGE (the count is too large), EEXIST (the event has a trigger
-        of this kind), errors of parse_filter().
+        of the same TriggerKind), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
@@ -209,11 +211,11 @@ class SwitchCommand(TriggerCommand):
     trigger: type[SwitchTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
-        """Add the trigger to the event `file`, or remove it if `removes` is True.
+        """Add the command's trigger to the event `file`, or remove it if `removes` is True.
 
         `rest`: the command after its name, `GROUP:EVENT[:COUNT] [if FILTER]`; None if nothing follows.
         Raises: KernelError EINVAL (no such event, syntax), ERANGE (the count is too large), EEXIST (a trigger
-        of `file` switches that event), errors of parse_filter().
+        of `file` with the same TriggerKind switches that event), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")

@@ -88,12 +88,12 @@ class EventTriggers:
         return event.file(self.array)
 
     def find_file(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event `name` of `group` in this trace array; None without such an event."""
+        """Return the state of the event `name` of `group` in this trace array, or None if it is missing."""
         event = self.registry.find(group, name)
         return None if event is None else self.file(event)
 
     def find_switchable(self, group: str, name: str) -> EventFile | None:
-        """Return the state of the event `name` of `group`; None if it is missing or cannot be enabled.
+        """Return the state of the event `name` of `group`; None if the event is missing or cannot be enabled.
 
         Mirrors: find_event_file (v6.1).
         """
@@ -103,7 +103,8 @@ class EventTriggers:
     def records(self, event: TraceEvent, start: int = 0) -> Iterator[str]:
         """Yield the lines of an event's trigger file, from the line with index `start` on.
 
-        Hidden triggers are not listed. If no trigger is listed, a comment lists the commands.
+        Internal triggers (see Trigger.is_hidden) are not listed. If no trigger is listed, a comment lists the
+        commands.
         """
         shown = self.visible(event)
         if not shown and not start:
@@ -112,7 +113,10 @@ class EventTriggers:
         yield from map(trigger_line, shown[start:])
 
     def visible(self, event: TraceEvent) -> list[Trigger]:
-        """Return an event's triggers that are not hidden."""
+        """Return an event's triggers that its trigger file shows: all but internal ones.
+
+        Internal triggers: see Trigger.is_hidden.
+        """
         return [trigger for trigger in self.file(event).triggers if not trigger.is_hidden]
 
     def write(self, event: TraceEvent, data: bytes) -> int:

@@ -17,15 +17,15 @@ from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
 T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
-"""Function that does one step of writing a piece at an offset.
+"""Function that takes a piece and the offset at which the piece is written, and does one step of this write.
 
-After the last step, the function returns the number of bytes taken.
+After the last step, the function returns the number of the piece's bytes that were taken.
 Raises: YieldLock (more steps follow), KernelError (the errno of the write(2)).
 """
 
 
 class RunOnce(Generic[T]):
-    """An action on a control file that runs only once, either during the guest's system call or after it.
+    """An action of a client's request that runs only once, within the guest's system call or after it.
 
     The request returns the result of the action, whatever the guest's system call returns.
     """

@@ -30,7 +30,7 @@ class Client(NamedTuple):
     The umask is already applied to the modes in requests.
     """
     facts: object = None
-    """Data about the process for the guest, which FileSystem.informed() has read; None before that."""
+    """What FileSystem.informed() has read about the process, for the guest; None before that."""
     is_calling: bool = True
     """Whether a system call of the client makes the request. False: the host's kernel makes it.
 

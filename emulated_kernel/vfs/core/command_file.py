@@ -54,7 +54,7 @@ def explained(
 
 
 def explained_steps(log: Callable[[str], None], file: str, execute: ExecuteSteps) -> ExecuteSteps:
-    """Return a function like `execute` that also writes a step's KernelError to the kernel log.
+    """Return a function like `execute` that also logs the message of a step's KernelError in the kernel log.
 
     `file` names the file in the message. The KernelError is raised again.
     """
@@ -74,9 +74,9 @@ def each_line(
 ) -> ExecuteSteps:
     """Return a function that parses all lines of a write, and then executes the lines, one line in each step.
 
-    `parsed` parses a line, and returns the function that executes the line. If a line fails, the lines
-    before it have been executed. `log` writes the message of a KernelError to the kernel log, with the
-    file's name `file`.
+    `parsed` parses a line, and returns the function that executes the line. If `parsed` raises an error, no
+    line is executed. If the execution of a line fails, the lines before it have been executed. `log` writes
+    the message of a KernelError to the kernel log, with the file's name `file`.
     """
 
     def execute(data: bytes) -> Steps:
@@ -122,8 +122,8 @@ class OpenCommand(OpenSeq):
 class CommandFile(SeqFile):
     """A file of records to read and commands to write. Each write(2) executes all its data before it returns.
 
-    Opening the file for writing with O_TRUNC calls `truncate`. open(2) returns the errno that `truncate`
-    raises.
+    Opening the file for writing with O_TRUNC calls `truncate`, unless it is None. open(2) returns the errno
+    that `truncate` raises.
     """
 
     opened_as: ClassVar[type[OpenFile]] = OpenCommand
@@ -232,7 +232,8 @@ class _OpenLines(OpenCommand):
     def pieces(self, data: bytes) -> list[Piece]:
         """Split the data of one write(2) into pieces of whole lines.
 
-        Other requests may run between two pieces. Linux takes its lock for each line separately.
+        The last piece may end within a line, if the front end may have split the write(2) there. Other
+        requests may run between two pieces. Linux takes its lock for each line separately.
         """
         found = []
         start = 0

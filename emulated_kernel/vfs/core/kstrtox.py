@@ -11,7 +11,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 _UNSIGNED = lazy_pattern(rb"\+?([0-9]+)\n?")
 _INTEGER = lazy_pattern(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
 _INTEGER_LIMIT = 20
-"""Maximum number of characters of a number, including sign and leading zeros.
+"""Maximum number of characters of a sysctl's number, including sign and leading zeros.
 
 Mirrors: proc_get_long (v6.1).
 """

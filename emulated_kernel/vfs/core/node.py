@@ -15,7 +15,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 PERMISSION_BITS = 0o7777
 """Mask of the mode's bits that chmod(2) changes."""
 _MIN_LIMIT = 64
-"""A DynamicDirectory with fewer _Member objects than this does not search for those of removed objects."""
+"""Number of _Member objects below which a DynamicDirectory does not look for those of removed objects."""
 
 T = TypeVar("T")
 
@@ -258,9 +258,10 @@ class _Member(Generic[T]):
     ino: int = 0
     directory: Directory | None = None
     owner: tuple[int | None, int | None] | None = None
-    """User and group that the subdirectory inherits; None if it inherits those of the DynamicDirectory.
+    """(uid, gid) that the subdirectory inherits; None if it inherits those of the DynamicDirectory.
 
-    The value is set if the owner of the DynamicDirectory has changed since the object was created.
+    A pair is set if chown(2) has changed those of the DynamicDirectory since the object was created. It has
+    the ids from before that, in which None means that chown(2) had set none.
     """
 
     def number(self, numbers: Iterator[int]) -> int:
@@ -296,8 +297,9 @@ class DynamicDirectory(Directory, Generic[T]):
     ) -> None:
         """Create the directory. `children`: the fixed children, by name.
 
-        `mkdir` and `rmdir`: create or remove the object of a given name; None: not supported.
-        `shares_owner`: whether new subdirectories get the user and group of this directory.
+        `mkdir` and `rmdir`: functions that create or remove the object of a given name; None: not supported.
+        `shares_owner`: whether new subdirectories get the user and group of this directory. If False, they
+        get those of the mount's Owner.
         """
         super().__init__(mode, children or {})
         self._shares_owner = shares_owner
@@ -342,10 +344,9 @@ class DynamicDirectory(Directory, Generic[T]):
         return member
 
     def _forget_removed(self) -> None:
-        """Drop the members of removed objects, and set `_limit`.
+        """Drop the members of removed objects, and set the number of members at which to do so again.
 
-        `_limit`: number of members at which this method is called again. A lookup of a removed object's name
-        also drops that object's member.
+        A lookup of a removed object's name also drops that object's member.
         """
         alive = set(self._objects.names())
         self._members = {name: member for name, member in self._members.items() if name in alive}

@@ -21,13 +21,13 @@ class Stream(Protocol):
         """
 
     def ready(self) -> bool:
-        """Return True if read() would return data."""
+        """Return True if poll(2) reports the stream as readable."""
 
     def wait(self, timeout: float) -> None:
         """Wait until read() may return data, for at most `timeout` seconds."""
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, from any thread, when read() would return data."""
+        """Make the stream call `notify` once, from any thread, when it may be ready or is closed."""
 
     def close(self) -> None:
         """Release the reader's resources and wake all waiting readers."""

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:
-    """Return a Records function for a file. `records` returns all records of the file."""
+    """Return a Records function for a file.
+
+    `records` returns all records of the file. It is called again for each read(2) that needs further ones.
+    """
     return lambda index: islice(records(), index, None)
 
 
@@ -36,10 +39,10 @@ def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> 
 
 
 class RecordStream:
-    """A Records function for one open file. It takes the records from an iterator.
+    """A callable of the type Records for one open file, which continues an iterator instead of starting anew.
 
-    A read at the beginning of the file calls `begin` to get a new iterator. Other requests may run between
-    two records.
+    A read at the beginning of the file calls the constructor's `begin` to get a new iterator. Other requests
+    may run between two records.
     """
 
     def __init__(self, begin: Callable[[], Iterator[str]]) -> None:

@@ -74,6 +74,8 @@ def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
     describes each change that has stopped. Writing 0 or 1 sets the switch. Writing `1 MILLISECONDS` sets the
     switch to 1, and lets each stopped change continue by itself after this time. Writing `next` makes all
     stopped changes do their next step. Linux has no such file.
+
+    `log` writes the reason of a refused write to the kernel log; None: the reason is not logged.
     """
 
     def lines() -> Iterator[str]:

@@ -29,7 +29,7 @@ def events_directory(tracing: Tracing, *, instance: bool = False) -> Directory:
     """Return events/ with a directory for each group, and with enable, header_event and header_page.
 
     `instance`: whether the trace array is an instance. If so, the directory of a new group gets the user and
-    group of events/.
+    group of events/; otherwise that depends on the kernel's version.
     """
     events = tracing.events
     shares_owner = instance or InterfaceRule.EVENTS_KEEP_OWNER not in tracing.array.system.interface
@@ -98,7 +98,8 @@ def _header_page(array: TraceArray) -> str:
 def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent], *, shares_owner: bool) -> Directory:
     """Return the directory of a group. As in Linux, the directory of the group ftrace has no files.
 
-    `shares_owner`: whether a new event's directory gets the user and group of the group's directory.
+    `members`: name -> event of the group. `shares_owner`: whether a new event's directory gets the user and
+    group of the group's directory.
     """
 
     def switchable() -> list[TraceEvent]:

@@ -32,9 +32,10 @@ def limits_file(
     log: Callable[[str], None],
     further: Mapping[Limit, GuestLimit] = MappingProxyType({}),
 ) -> Node:
-    """Return the file machine/limits. `further`: the limits that only the guest of this kernel has.
+    """Return the file machine/limits, which shows and sets `limits`.
 
-    `log` writes a line with the reason of a refused command to the kernel log.
+    `further`: limit that only the guest of this kernel has -> functions that show and set it. `log` writes
+    the reason of a refused command to the kernel log.
     """
     file = _LimitsFile(kernel, limits, further)
     return SteppedFile(0o644, listing(file.lines), each_line(log, "limits", file.parsed))

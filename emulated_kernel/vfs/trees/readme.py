@@ -99,8 +99,8 @@ _LATENCY = "  tracing_max_latency     - longest latency so far, in microseconds\
 def readme_text(interface: Interface, *, has_functions: bool = True) -> str:
     """Return the text of tracefs's README.
 
-    `has_functions`: whether functions of the kernel can be traced. `interface`: the features of the kernel's
-    version, which select the files and the syntax in the text.
+    `has_functions`: whether functions of the kernel can be traced. If False, the lines about this are left
+    out. `interface`: the features of the kernel's version, which select the files and the syntax in the text.
     """
     lines = {rule: text if rule in interface else "" for rule, text in _LINES.items()}
     probes = lines[InterfaceRule.EVENT_PROBES]

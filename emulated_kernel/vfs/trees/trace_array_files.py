@@ -62,7 +62,8 @@ _ULONG_MAX = (1 << 64) - 1
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
     """Return name -> node of a trace array's files.
 
-    `instance`: whether to leave out the options for which instances have no files.
+    `instance`: whether the trace array is an instance, in which some options have no files. It also decides
+    who owns the directories of new groups; see events_directory().
     Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1).
     """
     array = tracing.array
@@ -188,8 +189,9 @@ def number_file(
 
 
 def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
-    """Return a file that shows a time in microseconds. A write passes the time in nanoseconds to `store`.
+    """Return a file of a time, which clients read and write in microseconds.
 
+    `nanoseconds` returns the time in nanoseconds. A write passes the time in nanoseconds to `store`.
     Linux: the nanoseconds are an unsigned long, which wraps.
     Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1).
     """

@@ -18,7 +18,7 @@ Entry = dict[str, Any]
 _FRAME = struct.Struct("<II")
 """Layout of the header of an entry: size of its text in bytes, and CRC-32 of the text."""
 _SIZE_LIMIT = 1 << 26
-"""Maximum size of an entry in bytes."""
+"""Maximum size in bytes of an entry's text."""
 
 
 @dataclass(frozen=True)

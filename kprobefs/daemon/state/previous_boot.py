@@ -34,7 +34,7 @@ def is_last(instance: str) -> bool:
 
 
 def last_names(instances: Iterable[str]) -> dict[str, str]:
-    """Return a map name of an earlier daemon's instance -> name of the instance that shows its records.
+    """Return a map: name of an earlier daemon's instance -> name of the instance that shows its records.
 
     The name "" means the top-level trace array. A name that would be too long is shortened.
     """
@@ -105,7 +105,7 @@ def read_records(
     An equal kernel has the same fingerprint() as `kernel`. `places`: locations of the trace arrays in the
     file. `names_at`: virtual address of the saved command names in the kernel that wrote them.
 
-    Raises: OSError, ValueError (it is not a file of an equal kernel).
+    Raises: OSError, ValueError (the file is not one of an equal kernel).
     """
     layout = kernel.machine.records.persistent_layout
     if os.fstat(file.fileno()).st_size != layout.size:
@@ -199,11 +199,12 @@ def _same_order(buffers: list[RingBuffer], place: ArrayPlace, found: LastRecords
 
 
 def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
-    """Create the instances that show the records `last`.
+    """Show the records `last` in instances, which are created if they are missing.
 
-    `cmdlines`: the command names that were saved with the records. Return a map name of an instance ->
-    reason why the instance could not be created. Remove from `last` the instances that could not be
-    created.
+    Return a map: name of an instance -> reason why it cannot show its records. Such instances are removed
+    from `last`.
+
+    `cmdlines`: the command names that were saved with the records.
     """
     events = kernel.tracing.system.events
     # Entries of ftrace itself are printed without an event.

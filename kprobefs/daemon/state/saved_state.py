@@ -47,7 +47,10 @@ COUNTS_AGE = 1.0
 RETRY_PAUSE = 1.0
 """Minimum seconds from a failed attempt to write a new journal to the next attempt."""
 COMPACT_SIZE = 256 << 10
-"""Minimum size in bytes of a journal that is replaced by a new one, written from the current definitions."""
+"""Size in bytes above which a journal is replaced by a new one, written from the current definitions.
+
+It is not replaced before it is more than twice as large as it was when it was new, unless writing fails.
+"""
 _UNSAVED_FILES = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
 )
@@ -64,7 +67,7 @@ class DamagedState(Exception):
 
 
 class _NewIds(EventWatcher):
-    """Collects the events that were added since the last call of take()."""
+    """Collects the trace events that were added to the kernel since the last call of take()."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = []
@@ -76,7 +79,7 @@ class _NewIds(EventWatcher):
         del event
 
     def take(self) -> dict[str, list[str]]:
-        """Return a map id -> [group, name] of the new events, and forget these events."""
+        """Return a map of the new events, and forget these events: id, as decimal text -> [group, name]."""
         events = self.events
         self.events = []
         return {str(event.id): [event.group, event.name] for event in events}
@@ -119,7 +122,7 @@ class SavedState(ChangeWatcher, TaskObserver):
         self._queued = 0
         """Number of changes that were appended to the queue so far."""
         self._settled = 0
-        """Number of changes that were removed from the queue so far, and that are written or have failed."""
+        """Number of changes so far that were written, or that could not be written."""
         self._writing = threading.Lock()
         """Lock that a thread holds while it writes the queue.
 

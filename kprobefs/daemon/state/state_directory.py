@@ -148,16 +148,18 @@ class StateDirectory:
         return open(path, "r+b", buffering=0)
 
     def set_aside(self, *paths: Path) -> list[str]:
-        """Rename files that cannot be used, so that users can inspect the latest file of each kind.
+        """Rename files that cannot be used, so that users can inspect them.
 
-        Return the new names, each once. A file that cannot be renamed is left out.
+        The new name is aside.NAME, where NAME is the part of the old name before the first dot. An earlier
+        file aside.NAME is replaced. Return the new names, each once. A file that cannot be renamed is left
+        out.
         """
         return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 
     def copy_aside(self, path: Path) -> None:
         """Create a hard link to the file at `path`, with the name that set_aside() would give to the file.
 
-        Raises: OSError.
+        An earlier file of that name is replaced. Raises: OSError.
         """
         copy = self.path / f"aside.{path.name.partition('.')[0]}"
         with suppress(FileNotFoundError):

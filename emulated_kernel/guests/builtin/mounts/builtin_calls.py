@@ -83,7 +83,7 @@ class BuiltinCalls(GuestCalls):
         self._clients.looked_up(client, path, found, self.on_file)
 
     def on_file(self, client: Client, path: str, file: ControlFile | None, names: Collection[str]) -> None:
-        """Repeat in the guest the client's call on a descriptor, if its name is in `names`; see GuestCalls.
+        """If the client's call is one of `names`, repeat it on the guest's descriptor; see GuestCalls.
 
         `file`: the file of the descriptor; None for any file with the path `path` that the guest has open.
         """
@@ -329,9 +329,9 @@ class BuiltinCalls(GuestCalls):
         return consume.finish()
 
     def _enter(self, client: Client) -> None:
-        """Make the client's task the guest's current task. If this fails, ignore the error.
+        """Make the client's task the guest's current task; ignore all errors except EDEADLK.
 
-        Raises: KernelError EDEADLK (see unless_deadlock).
+        Raises: KernelError EDEADLK (a probe's handler has made the request).
         """
         task = self._clients.task_for_control(client)
         try:

@@ -76,7 +76,7 @@ class ClientCalls:
     def task_for_control(self, client: Client) -> GuestTask | None:
         """Return the client's task, or None if the guest fails to create one.
 
-        Raises: KernelError EDEADLK (see unless_deadlock).
+        Raises: KernelError EDEADLK (a probe's handler has made the request).
         """
         try:
             return self._guest.processes.task_of(client.pid, client.uid, client.gid, facts_of(client))
@@ -96,9 +96,9 @@ class ClientCalls:
     ) -> int:
         """Make the client's task repeat the client's own system call, and return the result.
 
-        `walks`: the paths of the call, relative to the mount's root. `exists`: whether the last name exists
-        on the host. `hostfs`: answers the call's requests to the host about a control file; None lets them
-        fail with EBADF.
+        `walks`: the paths of the call, relative to the mount's root. `exists`: whether the last component of
+        the path exists on the host. `hostfs`: answers the call's requests to the host about a control file;
+        None lets them fail with EBADF.
         Raises: KernelError (the errno of the guest's call).
         """
         task = self.task(client)

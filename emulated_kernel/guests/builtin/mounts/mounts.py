@@ -26,9 +26,9 @@ LASTING = ("kprobes", "machine", "scratch", "tracing")
 
 
 def mount_table(files: NodeTree, guest: Guest, lock: ControlLock) -> dict[str, FileSystem]:
-    """Return prefix -> file system for a mount of `files` and of the guest's own directories.
+    """Return a map: directory of a mount -> file system that the mount shows there.
 
-    A directory of GUESTS_OWN is added only if `files` has a directory of that name.
+    `files` is shown at "/". A directory of GUESTS_OWN is added only if `files` has a directory of that name.
     """
     clients = ClientCalls(guest, lock)
     names = files.root.names()

@@ -72,8 +72,8 @@ class ScratchFile(FileDescription):
     def informed(self, client: Client) -> Client:
         """Return the client with the facts that a read or write needs; see FileDescription.
 
-        The facts of all kinds of calls are needed, because the offset can reveal an earlier lseek(2), which
-        is of the kind Calls.NAMES.
+        Facts are read if probes can notice calls of any kind, not only reads and writes. The reason is that
+        the offset of the read or write can reveal an earlier lseek(2), which is of the kind Calls.NAMES.
         """
         return self.fs.calls.informed(client, Calls.ALL)
 
@@ -479,7 +479,7 @@ class ScratchFs(FileSystem):
                 self._make(client, "mknod", path, mode, 0)
 
     def _make(self, client: Client, name: str, path: str, *args: int) -> None:
-        """Create a file or directory by the system call `name`.
+        """Create a file or directory by the system call `name`. `args`: the arguments after the path.
 
         Set the task's umask to 0, because the client's umask has been applied to the mode already.
         """

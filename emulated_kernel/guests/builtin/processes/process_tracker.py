@@ -90,9 +90,10 @@ class ProcessTracker(TaskObserver):
         return ClientFacts(call, next_fd, unshown or "", program)
 
     def unshown_program(self, pid: int) -> str | None:
-        """Return the name of a client whose latest execve(2) the guest has not repeated. Lock: held.
+        """Return the name that a client got by an execve(2) that the guest has not repeated yet. Lock: held.
 
-        Return None if the guest has repeated it, or if the client has ended.
+        Return None if there is no such execve, or if the client has ended. `pid`: the client's pid on the
+        host.
         """
         if pid <= INIT_PID:
             return None
@@ -174,9 +175,10 @@ class ProcessTracker(TaskObserver):
         self._stand_in_pid = self.unused_pid()
 
     def resident(self, pid: int, comm: str) -> GuestTask:
-        """Return the daemon's task whose pid is `pid`; create the task if it is missing.
+        """Return a task of the daemon, such as a workload's, by its pid; create the task if it is missing.
 
-        No host process may have this pid. Raises: KernelError ENOMEM (the guest lacks the memory).
+        `comm`: name for a new task. No host process may have the pid. Raises: KernelError ENOMEM (the guest
+        lacks the memory).
         """
         return self._by_pid.get(pid) or self._create(pid, comm, 0, 0)
 
@@ -357,7 +359,8 @@ class ProcessTracker(TaskObserver):
     def _repeat_execve(self, task: GuestTask, comm: str | None, facts: ClientFacts) -> None:
         """Repeat the execve(2) that gave a client its name.
 
-        If the program's path is unknown, only rename the task.
+        If the program's path is unknown, only rename the task. `comm`: the client's name; None if the client
+        has ended.
         """
         if task is self.init or task.request is not None:
             return
@@ -373,7 +376,10 @@ class ProcessTracker(TaskObserver):
         task.has_executed = False
 
     def exit(self, pid: int) -> None:
-        """Make the task `pid` call exit_group(2), because its host process has ended."""
+        """Make the task with the pid `pid` call exit_group(2), because its host process has ended.
+
+        Do nothing if there is no such task, or if it is init's task.
+        """
         task = self._by_pid.get(pid)
         if task is None or task is self.init:
             return

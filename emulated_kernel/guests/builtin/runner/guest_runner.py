@@ -67,7 +67,10 @@ class GuestTask:
     cpu: int | None = None
     """CPU that the task is pinned to because its process is pinned; None if the task is not pinned."""
     has_executed: bool = False
-    """Whether the process has probably called execve(2), which its next request repeats in the guest."""
+    """Whether the process has probably called execve(2) since its last request.
+
+    If so, the guest repeats the execve at the process's next request.
+    """
     request: Request | None = field(default=None, repr=False)
     """System call that the task is to make or has not finished; None if there is none."""
 
@@ -250,7 +253,7 @@ class GuestRunner:
         """End the system call in which a task sleeps: the call fails with the errno `error`.
 
         EINTR is for a task whose process makes another request.
-        Raises: KernelError (`error`, or EIO as `syscall`).
+        Raises: KernelError (as `syscall`).
         """
         assert task.request is not None
 
@@ -383,9 +386,9 @@ class GuestRunner:
     def _go_on(self, task: GuestTask, slept: int) -> bool:
         """Prepare the guest's next run, in which `task` is to continue its system call.
 
-        If the CPU is idle, advance the time by a jiffy, and return True. Otherwise, the current task in user
-        mode begins its own call or yields the CPU; return False. `slept`: number of jiffies for which `task`
-        has slept in its call so far.
+        If the CPU is idle, advance the time by a jiffy, and return True. Otherwise, make the current task,
+        which is in user mode, begin its own call or yield the CPU; return False. `slept`: number of jiffies
+        for which `task` has slept in its call so far.
         """
         if self._at is CpuPosition.IDLE:
             assert task.request is not None
@@ -477,7 +480,7 @@ class GuestRunner:
     def _deliver(self, vector: Vector) -> None:
         """Interrupt the guest with `vector`.
 
-        If the guest's stack cannot take the interrupt, declare it dead.
+        If the guest's stack cannot take the interrupt, declare the guest dead.
         """
         try:
             self._machine.deliver(vector)

@@ -128,9 +128,10 @@ class SmpGuestRunner(GuestRunner):
     def sync_core(self) -> None:
         """Make all other CPUs execute a serialising instruction.
 
-        A CPU takes no interrupt in the middle of a hit, so all hits on other CPUs have ended afterwards. If
-        the caller is itself in a hit, it sends no interrupt. In that case the other CPUs do not run during
-        the hit, and the host serialises them before they resume. Mirrors: text_poke_sync() (v6.1).
+        This is done by an interrupt. A CPU takes no interrupt in the middle of a hit, so all hits on other
+        CPUs have ended afterwards. If this method is called within a hit, no interrupt is sent: the other
+        CPUs do not run during the hit, and the host serialises them before they resume. Mirrors:
+        text_poke_sync() (v6.1).
         """
         if self._machine.is_running:
             self._machine.serialise()
@@ -176,8 +177,8 @@ class SmpGuestRunner(GuestRunner):
     def _is_other(self, number: int) -> bool:
         """Return True if CPU `number` is online and must be interrupted by sync_core().
 
-        The current CPU usually patches the text, and then need not be interrupted. It must be interrupted if
-        it was left in the middle of kernel code while no hypercall is served, because it then does not patch.
+        The current CPU is interrupted only if it is in the middle of kernel code while no hypercall is
+        served. Otherwise it usually is the CPU that patches the text, and needs no interrupt.
         """
         at = self._seat(number)[0]
         if number == self._machine.cpu:
@@ -343,10 +344,11 @@ class SmpGuestRunner(GuestRunner):
                 self._kernel.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
-        """Advance the time by a jiffy; see GuestRunner._await_time.
+        """Advance the time by a jiffy, because the request's task sleeps; see GuestRunner._await_time.
 
-        First send timer interrupts to the other CPUs that have work. A task in user mode whose process makes
-        no request then yields its CPU to tasks that wait for that CPU.
+        First send timer interrupts to the other CPUs that have work. Such an interrupt makes a task in user
+        mode whose process makes no request yield its CPU to tasks that wait for the CPU. `slept`: number of
+        jiffies for which the task has slept in its call so far.
         """
         self._send_ticks()
         self._turn_to(TIME_KEEPER)

@@ -36,7 +36,7 @@ _ENTRY = struct.Struct("<QIBB")
 _ENTRY_SIZE = 16
 """Size in bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
-"""Offset in a user buffer of the data that a system call returns, in bytes. The paths precede the data."""
+"""Offset in bytes, in a user buffer, of the data that a system call returns. The paths precede the data."""
 _REPLY = 8192
 """Size in bytes of the guest's buffer to which the functions host_look_* write their results."""
 _SLOT = 2 * PATH_MAX
@@ -76,16 +76,18 @@ _AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
     "rename": lambda old, new: ("renameat2", (AT_FDCWD, old, AT_FDCWD, new, 0)),
     "symlink": lambda target, path: ("symlinkat", (target, AT_FDCWD, path)),
 }
-"""Older system call of two arguments -> function of them that returns the newer call and its arguments."""
+"""Older system call of two arguments -> function that converts a call to the newer system call.
+
+The function takes the two arguments, and returns (name of the newer call, its arguments).
+"""
 
 
 class HostLookup(IntEnum):
-    """Result of the guest's lookup of a name in a directory of control files, during one system call.
+    """What the guest's lookup of a name in a directory of control files shall find, during one system call.
 
-    MISSING and EXISTS are results of the host, which has looked up the name already. DEFAULT means that the
-    host passes no result. Then a name is missing if the call must create it or is a rename to it; otherwise
-    the name exists.
-    Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
+    MISSING and EXISTS: the host has looked up the name already, and this is its result. DEFAULT: the host
+    passes no result. Then a name is missing if the call must create it or is a rename to it; otherwise the
+    name exists. Mirrors: HOST_LOOKUP_* of the guest's host_abi.h.
     """
 
     DEFAULT = 0
@@ -218,7 +220,8 @@ class Syscalls:
         """Let `task` make the system call `call`, in which the task's host process waits.
 
         Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
-        from the guest's root, which the guest walks in place of the call's paths. `lookup`: result of the
+        from the guest's root, which the guest walks in place of the call's paths. It walks the call's own
+        paths if `walks` is empty, which is allowed only if `call.is_hidden` is False. `lookup`: result of the
         host's lookup of the path's last name. `hostfs`: serves the control file that the call works on. If
         the call takes or returns a descriptor, the caller must use a numbered() block.
         Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
@@ -306,10 +309,11 @@ class Syscalls:
 
     @contextmanager
     def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
-        """Let system calls of `task` name the guest's descriptor `fd` by `number` in the `with` block.
+        """In the `with` block, let system calls of `task` use `number` for the guest's descriptor `fd`.
 
         `number`: the descriptor's number in the host process; None makes the block change nothing. An open(2)
-        in the block returns `number`, and real_fd() then returns the guest's descriptor.
+        in the block needs no `fd`: it returns `number`, and real_fd() then returns the guest's new
+        descriptor.
         """
         if number is None:
             yield
@@ -392,7 +396,10 @@ class Syscalls:
         self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
-        """Return a file offset as arguments of a call: one word, or the low and high half on 32 bits."""
+        """Return a file offset as arguments of a call: one word; for a 32-bit guest, two.
+
+        The two words are the low and the high half of the offset.
+        """
         return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def fstat(self, task: GuestTask, fd: int) -> None:

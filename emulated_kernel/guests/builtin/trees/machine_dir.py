@@ -90,7 +90,8 @@ def machine_tree(
 def _guest_limits(kernel: BuiltinKernelComponents) -> dict[Limit, GuestLimit]:
     """Return the limits that exist only with kprobefs's own kernel.
 
-    They are the size of scratch/ in bytes, and the maximum time of a run in milliseconds.
+    They are the total size in bytes of the files in scratch/ and dev/, and the maximum CPU time of one run of
+    the guest in milliseconds.
     """
     limits = kernel.config.limits
     machine = kernel.machine
@@ -135,8 +136,8 @@ def _cpu_lines(reader: BuiltinKernel, guest: Guest) -> Iterator[str]:
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], Steps]:
     """Read the module files that the commands in `data` name; return a function that executes the commands.
 
-    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. If a command fails, the
-    earlier commands have been executed.
+    The commands are `load NAME`, `load PATH` and `unload NAME`, one step each. All modules to load are
+    checked before any command is executed. If a command fails later, the earlier commands have been executed.
 
     Raises: KernelError EINVAL (not ASCII). The returned function raises: KernelError EINVAL (malformed),
     E2BIG (more than MAX_LOADS), and as Modules.check, Modules.load and Modules.unload.

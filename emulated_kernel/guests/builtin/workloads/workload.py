@@ -73,8 +73,8 @@ class BuiltinWorkloads:
 class BackgroundWorkload:
     """A workload of one kind. One guest task and its children make the workload's system calls.
 
-    The task gets `pid`, which no host process may have. After `end`, the pids of the task and its children
-    are free.
+    The task gets the constructor's `pid`, which no host process may have. After end(), the pids of the task
+    and its children are free.
     """
 
     def __init__(self, guest: Guest, kind: WorkloadKind, pid: int) -> None:

@@ -124,9 +124,9 @@ def _clear_bss_in_host(machine: PcMachine, kernel: LinuxKernel) -> None:
 def _protect_data(machine: PcMachine, kernel: LinuxKernel) -> None:
     """Make the kernel's data not executable when start_kernel() begins.
 
-    The kernel itself does this at the end of its boot, so the page tables are then the same. Unicorn looks
-    for translated code at each store to an executable page. The kernel's first stack is in its data, so these
-    lookups would take a quarter of the boot.
+    The kernel itself does this at the end of its boot, so the page tables of the booted kernel do not differ.
+    Unicorn looks for translated code at each store to an executable page. The kernel's first stack is in its
+    data, so these lookups would take a quarter of the boot.
     Mirrors: arch/x86/mm/init_64.c:mark_rodata_ro (v6.1).
     """
     start = kernel.kallsyms.lookup_name("start_kernel")

@@ -40,7 +40,10 @@ class DeviceTree:
         self._names = bytearray()
 
     def begin(self, name: str, properties: Mapping[str, Value]) -> None:
-        """Begin a node called `name`. `properties`: name of a property -> value."""
+        """Begin a node called `name`. `properties`: name of a property -> value.
+
+        A str is stored with a NUL at its end, and an int as a 32-bit big-endian number.
+        """
         text = name.encode() + b"\0"
         self._structure += struct.pack(">I", _BEGIN_NODE) + _padded(text)
         for key, value in properties.items():

@@ -33,8 +33,9 @@ Two changes within a shorter time may leave a file with the same timestamps.
 class Reading(NamedTuple):
     """A file that is about to be read, and the remembered result of an earlier reading.
 
-    `stored`: the result that remember() has stored for the file's present content; None if there is none.
-    `is_settled`: the change time identifies the content, so the result of this reading may be remembered.
+    `note`: path of the note in which the result is kept. `stored`: the result that remember() has stored for
+    the file's present content; None if there is none. `is_settled`: whether the change time identifies the
+    content. If it is False, the result of this reading is not remembered.
     """
 
     note: Path

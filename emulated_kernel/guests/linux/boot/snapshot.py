@@ -83,10 +83,11 @@ T = TypeVar("T")
 class CachedKernel:
     """A snapshot as `kprobefs images` lists it.
 
-    `size`: bytes on disk. `made` and `used`: times of the boot and of the last use, in seconds since 1970.
-    `boot_seconds`: CPU time of the boot; None if the kernel was not booted for the snapshot. `source`: path
-    of the kernel's file. `release`, `architecture` and `source` are None if the snapshot is damaged, was
-    written by another version of kprobefs, or may have been written by another user.
+    `size`: bytes on disk. `made` and `used`: when the snapshot was written and last used, in seconds since
+    1970. `boot_seconds`: CPU seconds of the boot; None if the kernel was not booted for the snapshot.
+    `source`: path of the file of the kernel or the core dump. `release`, `architecture` and `source` are None
+    if the snapshot is damaged, was written by another version of kprobefs, or may have been written by
+    another user.
     """
 
     path: Path
@@ -111,7 +112,7 @@ def place(source: Path, seed: int, cpu: ProductionCpu | None = None) -> Path:
 
     `source`: the kernel's file. `seed`: seed of the kernel's random numbers. `cpu`: production CPU that the
     kernel sees; None for the emulated CPU. The path depends on the hash of the kernel's file, `seed`, the
-    boot parameters, `cpu` with its registers, and Unicorn's version.
+    boot parameters, `cpu` and the values of its model-specific registers, and Unicorn's version.
     Raises: as _digest().
     """
     reading, whole = _digest(source, *identity(source))
@@ -316,7 +317,7 @@ class SnapshotContents(NamedTuple):
     about: dict[str, Any]
     ram: mmap.mmap
     parts: dict[str, memoryview]
-    """Name -> data that are stored after RAM, such as a kernel's tables; empty if loaded without parts."""
+    """Name -> data that are stored after RAM, such as a kernel's tables; empty if they were not loaded."""
 
 
 class ShownCpu(NamedTuple):
@@ -324,7 +325,7 @@ class ShownCpu(NamedTuple):
 
     cpu: ProductionCpu
     rdmsr_sites: Sequence[int]
-    """Addresses of the kernel's rdmsr instructions."""
+    """Addresses of the kernel's rdmsr instructions, which the host emulates."""
     vulnerabilities: Mapping[str, str]
     """File of /sys/devices/system/cpu/vulnerabilities -> its text in the guest."""
     features: Sequence[int]
@@ -337,7 +338,7 @@ class SavedMachine(NamedTuple):
     machine: LinuxMachine
     facts: KernelOffsets
     parts: dict[str, memoryview]
-    """Name -> data that are stored after RAM, such as a kernel's tables; empty if loaded without parts."""
+    """Name -> data that are stored after RAM, such as a kernel's tables; empty if they were not loaded."""
     shown: ShownCpu | None
     """The production CPU that the guest sees; None if it sees the emulated one."""
 

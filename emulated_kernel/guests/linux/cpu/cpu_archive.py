@@ -78,7 +78,7 @@ _SOURCE = "/proc/cpuinfo and the files of vulnerabilities"
 
 
 def production_cpu(name: str) -> ProductionCpu:
-    """Return the CPU that option --cpu names: a model of the table, `host`, or the path of an archive.
+    """Return the CPU that option --cpu names: a model (a key of MODELS), `host`, or the path of an archive.
 
     Raises: KernelError EINVAL (the archive is incomplete, or the host is no x86), OSError (no such file).
     """

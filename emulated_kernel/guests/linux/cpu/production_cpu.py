@@ -34,7 +34,7 @@ class ProductionCpu:
     microcode: int = 0
     """Revision of the microcode; 0 if it is not known."""
     threads: int = 1
-    """Number of threads of a core."""
+    """Number of hardware threads of each core."""
     has_siblings: bool = False
     """Whether more than one thread of a core is online; if False, each core has one online thread."""
     flags: tuple[str, ...] = ()

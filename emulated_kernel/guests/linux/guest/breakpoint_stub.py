@@ -28,13 +28,13 @@ _CELLS = ("ss", "sp", "cs", "ip", "gate")
 
 
 def install(machine: PcMachine, thunk: WakeupThunk) -> None:
-    """Make guest code deliver breakpoints in kernel mode.
+    """From now on, let guest code, without Python, deliver the breakpoints in kernel mode.
 
     `thunk`: the host's wakeup code, whose pages have room for the stub.
 
-    Do nothing in three cases, in which Python delivers the breakpoints: the host lacks the native routine for
-    traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in the IDT is
-    missing, switches the stack, or leaves interrupts enabled.
+    Do nothing in three cases, in which Python continues to deliver the breakpoints: the host lacks the native
+    routine for traps; kprobefs probes the guest, and must handle each breakpoint first; or the gate of #BP in
+    the IDT is missing, switches the stack, or leaves interrupts enabled.
     """
     hooks = machine.hooks
     if hooks.breakpoints or hooks.fault_hooks or not hooks.is_native:

@@ -181,7 +181,7 @@ class ClientScheduler:
         return True
 
     def _timer_until(self, end: int) -> bool:
-        """Advance the time to the next timer interrupt, and deliver the interrupt.
+        """Advance the time to the next timer interrupt, deliver the interrupt, and return True.
 
         Return False, with nothing changed, if the timer is off, or if the interrupt would come after the TSC
         value `end`.
@@ -389,7 +389,7 @@ class ClientScheduler:
     def cancel_service(self, task: LinuxTask) -> None:
         """Cancel the service (the host's work) in the task's call.
 
-        If the call waits for the service, it gets no result.
+        A call that waits for the service gets no result.
         """
         task.waits = False
         task.service = None

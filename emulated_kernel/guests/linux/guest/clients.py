@@ -23,9 +23,9 @@ _MAX_TASKS = 500
 A task takes 64 KiB of guest memory.
 """
 _SHARED = 0
-"""Key of the shared task in `_by_pid`, where all other keys are pids.
+"""Key in `_by_pid` of the task that several processes share; all other keys are pids.
 
-Processes that are hidden in another pid namespace use the shared task, too.
+It is the task of the processes beyond _MAX_TASKS and of those that are hidden in another pid namespace.
 """
 
 
@@ -47,8 +47,8 @@ class LinuxClients:
         """Start with no tasks. `lock`: the control lock.
 
         `owner`: user id of the user who created the mount. `settle`: function that completes the earlier
-        requests of clients. It is called before an event that followed these requests is repeated in the
-        guest.
+        requests of clients. It is called before the guest repeats a later fork, exit, execve or change of
+        owner of a client.
         """
         self._tasks = tasks
         self._lock = lock
@@ -65,14 +65,14 @@ class LinuxClients:
         """Pids of ended processes whose tasks must still end in the guest."""
         self._is_closed = False
         self._unnamed: dict[int, float] = {}
-        """Pid of a recently forked process -> time.monotonic() until which new names are looked for."""
+        """Pid of a recently forked process -> time.monotonic() until which its new name is looked for."""
 
     def informed(self, client: Client) -> Client:
         """Return `client`, with the process's name and program path if they are new to the guest.
 
         They are new if the guest has not yet repeated the process's latest execve(2).
-        Lock: taken to look for events and the name. It is not held while the program's path is read, which
-        can take 0.1 s.
+        Lock: taken to look for forks, exits and the process's new name, unless nothing has changed. It is not
+        held while the program's path is read, which can take 0.1 s.
         """
         pid = client.pid
         task = self._by_pid.get(pid)
@@ -105,8 +105,8 @@ class LinuxClients:
     def task_of(self, client: Client, *, is_informed: bool = False) -> LinuxTask:
         """Repeat earlier forks and exits in the guest; return the task that makes a client's request.
 
-        `is_informed`: if True, informed() has already looked for forks and exits at this request, so do not
-        look for new ones. The next request handles later events.
+        `is_informed`: True if informed() has already looked for forks and exits at this request. If False,
+        look for them now.
 
         A shared task (see is_shared()) must not sleep, because calls of other clients wait for it.
         """
@@ -131,7 +131,11 @@ class LinuxClients:
         return task
 
     def _new_task(self, pid: int) -> LinuxTask:
-        """Return a live task for a process that has none: a new task, or the shared task."""
+        """Return a live task for a process that has none: a new one, or the task that processes share.
+
+        Processes share a task if they have no pid here, or if _MAX_TASKS processes have tasks; see
+        is_shared().
+        """
         task = self.known(pid) if pid > 0 else None
         if task is None:
             pid = _SHARED if pid <= 0 or len(self._by_pid) >= _MAX_TASKS else pid
@@ -184,7 +188,10 @@ class LinuxClients:
         return task
 
     def _adopt(self, pid: int) -> LinuxTask:
-        """Fork a task from init for a process whose first known event is a request; return the task."""
+        """Fork from init the task of a process for which the guest has repeated no fork; return the task.
+
+        `pid`: pid of the process, or _SHARED for the task that processes share.
+        """
         task = self._fork(self._tasks.init, pid)
         comm = self._watch.comm(pid)
         if comm:

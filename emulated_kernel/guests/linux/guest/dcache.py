@@ -193,8 +193,8 @@ class DcacheReader:
 
         `parent`: address of the directory's dentry. The inode's address is 0 if the file does not exist.
         Return None if the dentry is not cached, or needs the kernel's code for its lookup.
-        Invariant: if a dentry leaves the table, is renamed or freed, bytes of the dentry change. Among them
-        are its link in the hash chain and its sequence count.
+        lstat() can cache the result: if a dentry leaves the table, is renamed or freed, some of its bytes
+        change.
         Mirrors: fs/dcache.c:__d_lookup (v6.1).
         """
         key = self._name_hash(parent, name)

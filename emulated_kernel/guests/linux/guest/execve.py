@@ -60,7 +60,8 @@ class ExecObserver:
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
         """Repeat the execve(2) by which the process of `task` has started the program `path`.
 
-        If the task sleeps in a call, or the kernel cannot repeat the execve, only rename the task.
+        `comm`: the task's new name. If the task sleeps in a call, or the kernel cannot repeat the execve,
+        only rename the task.
         Raises: KernelError ESRCH (the execve has killed the task).
         """
         if self._can_execute and not task.pending:
@@ -129,7 +130,7 @@ class ExecObserver:
 
         All tasks are counted as root's, regardless of their owners.
         Hazard: when the task exits, Linux decrements the count to which the task's credentials then point.
-        Without this method, that would be the owner's count, which does not include the task.
+        Without this method, Linux would decrement the owner's count, which does not include the task.
         """
         if not self._is_executing() or self._uid is not None:
             return

@@ -80,8 +80,8 @@ class FileTimes:
         Return this time in nanoseconds.
 
         If the clock source is not the TSC, change nothing, and return the time of the latest tick. The kernel
-        computes the same time again at its next tick. Invariant: this method does not change the values that
-        other clocks of the kernel return.
+        computes the same time again at its next tick. The values that other clocks of the kernel return do
+        not change.
         Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1).
         """
         words = self._words

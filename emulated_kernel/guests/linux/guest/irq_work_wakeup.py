@@ -111,8 +111,8 @@ def _riscv_reschedule(_at: int, symbols: Mapping[str, int]) -> bytes:
 class IrqWorkWakeup(Wakeup):
     """Wakes tasks by an irq_work, which an interprocessor interrupt runs.
 
-    A code page, a data page and page tables are at the start of the host's memory. This memory is the end of
-    RAM, which the guest does not use.
+    The host's area at the end of guest RAM, which the guest does not use, begins with a code page, a data
+    page, and the page tables that map these two in the kernel.
     """
 
     def __init__(self, machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> None:
@@ -248,7 +248,7 @@ class Arm64Wakeup(IrqWorkWakeup):
 
 
 def irq_work_wakeup(machine: LinuxMachine, facts: KernelOffsets, structs: KernelStructs) -> Wakeup:
-    """Return the object that wakes tasks of an arm64 or RISC-V kernel; see wakeup()."""
+    """Return the object that wakes tasks of an arm64 or RISC-V kernel; see wakeup() in wakeups.py."""
     if isinstance(machine, RiscvMachine):
         return RiscvWakeup(machine, facts, structs)
     assert isinstance(machine, Arm64Machine)

@@ -313,7 +313,7 @@ class LinuxSyscalls:
             self.close(init, fd)
 
     def getdents(self, task: LinuxTask, fd: int) -> list[DirEntry]:
-        """Return the entries of an open directory from its position on, by getdents64(2)."""
+        """Return the entries of an open directory from its position to its end, by calls of getdents64(2)."""
         device = self.fstat(fd).ino & 0xFF
         entries: list[DirEntry] = []
         while size := self.getdents64(task, fd):

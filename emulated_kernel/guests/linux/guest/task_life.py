@@ -44,7 +44,10 @@ class TaskLife:
         self._events = events
         self._next_pid = structs.member(facts.symbols["init_pid_ns"], "pid_namespace.idr.idr_next")
         self._forking: tuple[int, int] | None = None
-        """Address of the parent's task_struct and pid for its child, before a fork; None at other times."""
+        """(address of the parent's task_struct, pid for the child) until a fork chooses the child's pid.
+
+        The value is None at other times.
+        """
         self._others_next: int | None = None
         """Saved value of the kernel's next pid, while the awaited child's pid replaces it; otherwise None."""
         machine.call_at(facts.symbols["alloc_pid"], self._numbering)

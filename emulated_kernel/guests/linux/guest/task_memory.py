@@ -74,10 +74,10 @@ class TaskMemory:
         return self._memory.words[slot]
 
     def _own_pages(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (physical address, offset from `va`, size in bytes) of the part of a range in each page.
+        """Yield (physical address, offset from `va`, size in bytes) for each page's part of a range.
 
-        The range has `size` bytes and starts at `va`. First make each page private to the task, as a write of
-        the task would.
+        The range has `size` bytes and starts at `va`. Before a part is yielded, its page is made private to
+        the task, as a write of the task would do.
         """
         for page in range(va & -PAGE, va + size, PAGE):
             first = max(page, va)

@@ -106,7 +106,7 @@ class LinuxTasks(RunningLinux):
         self.call(self.init, calls["madvise"], BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
 
     def deliver_breakpoints(self) -> None:
-        """Make guest code, in place of Python, deliver the exceptions of breakpoints in kernel mode.
+        """From now on, let guest code, without Python, deliver the exceptions of breakpoints in kernel mode.
 
         The guest kernel's own kprobes cause these exceptions. Do nothing on machines other than the PC, or if
         Python must handle the breakpoints; see breakpoint_stub.install().

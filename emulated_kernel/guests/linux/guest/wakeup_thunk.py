@@ -21,7 +21,7 @@ from emulated_kernel.util.code_listing import machine_code
 from emulated_kernel.util.fast_named_tuple import NamedTuple
 
 THUNK_SIZE = 64 << 10
-"""Size in bytes of the first part of the host's memory, which is reserved for wakeup code.
+"""Size in bytes of the first part, for wakeup code, of the host's area at the end of guest RAM.
 
 This part holds pages of code and data, and the page tables that map them in the kernel.
 """
@@ -37,14 +37,17 @@ RESCHEDULE = """
     e8 rel32:resched_curr   | call resched_curr
     c3                      | ret
 """
-"""Code that an interrupt runs to set TIF_NEED_RESCHED of init: resched_curr(run_queue)."""
+"""Code that an interrupt of init runs: resched_curr(run_queue), which sets TIF_NEED_RESCHED of init.
+
+Init is then the queue's current task. For the purpose of the code, see FlagCode.
+"""
 TRACE = """
     e8 rel32:syscall_regfunc   | call syscall_regfunc
     e9 rel32:syscall_unregfunc | jmp syscall_unregfunc
 """
 """Code that an interrupt runs to set the flag of traced system calls in all tasks, and clear it again.
 
-The code calls syscall_regfunc(), then syscall_unregfunc().
+The code calls syscall_regfunc(), then syscall_unregfunc(). For the purpose of the code, see FlagCode.
 """
 _RET_SIZE = 1
 _JMP_SIZE = 5
@@ -92,9 +95,9 @@ class Wakeup(ABC):
     """Interface: wakes guest tasks by an interrupt that calls the host's code in the guest's kernel."""
 
     host_room: tuple[int, int]
-    """Physical and virtual address of the free part of a page of data."""
+    """Physical and virtual address of the part of the data page that is free for other data of the host."""
     stub_text: tuple[int, int]
-    """Physical and virtual address of the free part of a page of code."""
+    """Physical and virtual address of the part of the code page that is free for other code of the host."""
     flag_codes: tuple[FlagCode, FlagCode | None]
     """Two codes: one sets TIF_NEED_RESCHED, the other sets the flag of traced system calls.
 
@@ -120,7 +123,8 @@ class Wakeup(ABC):
 class WakeupThunk(Wakeup):
     """Wakes tasks of an x86 guest by an interrupt whose callback is code of the host.
 
-    A code page, a data page and two pages of page tables are at the start of host memory, the end of RAM.
+    The host's area at the end of guest RAM begins with four pages: the code, its data, and two page tables
+    that map both in the kernel.
     """
 
     flag_codes = (

@@ -16,7 +16,7 @@ from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 from emulated_kernel.util.errors import KernelError
 
 FILE_SIZE = 5120
-"""Size in bytes of the file that a round of FILES writes; more than a page."""
+"""Size in bytes of the file that a round of the workload FILES writes; more than a page."""
 MESSAGE_SIZE = 512
 """Size of a message in bytes; less than the capacity of a pipe or connection."""
 SLEEP_NS = 1_000_000
@@ -24,7 +24,7 @@ PATIENCE = 1_000_000
 """Maximum microseconds of guest time that a call sleeps before its round fails."""
 PROGRAM = "/bin/true"
 CHILD_PID = 4_190_000
-"""Pid of the child that a round of FORK forks, if no task has it."""
+"""Pid of the child that a round of the workload FORK creates, if no task has this pid."""
 _AF_INET = 2
 _STREAM = 1
 _DATAGRAM = 2
@@ -195,7 +195,7 @@ class LinuxWorkload:
         self._call(task, "nanosleep", BUFFER, 0)
 
     def _bound(self, task: LinuxTask, kind: int) -> int:
-        """Switch on the loopback device, and return a new socket that is bound to a loopback address.
+        """Switch on the loopback device; return the descriptor of a new socket, bound to a loopback address.
 
         `kind`: type of the socket, such as SOCK_STREAM.
         """

@@ -200,7 +200,7 @@ class LinuxControlCalls(GuestCalls):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a probe could notice a system call."""
+        """Whether a probe could notice a system call of the guest. False if the guest is dead."""
         return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     def follow_processes(self) -> None:
@@ -208,7 +208,7 @@ class LinuxControlCalls(GuestCalls):
         self.guest.follow_processes()
 
     def informed(self, client: Client, opened: str | None = None) -> Client:
-        """Return the client with the facts about its process that a request needs; see FileSystem."""
+        """Return the client with the facts about its process that a request needs; see GuestCalls."""
         del opened
         return self.guest.clients.informed(client)
 
@@ -301,7 +301,7 @@ class LinuxControlCalls(GuestCalls):
                 self._called(partial(self._syscalls.getdents64, task, fd))
 
     def read(self, client: Client, file: ControlFile, size: int, offset: int) -> bytes:
-        """Read from `file.inner`, by a call of the client's task if probes could notice it; see GuestCalls.
+        """Read from a control file, by a call of the client's task if probes could notice it; see GuestCalls.
 
         Read at most READ_SIZE bytes. Raises: WouldBlock (the task sleeps in its call).
         """

@@ -30,9 +30,9 @@ class ControlStubs:
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int
-    """Offset of the code that ends the open of a file without a position (a stream)."""
+    """Offset at which the open of a file without a position (a stream) continues after its trap."""
     opened: int
-    """Offset of the code that ends the open of a file with a position."""
+    """Offset at which the open of a file with a position continues after its trap."""
     copy: int
     sleep: int
     woken: int

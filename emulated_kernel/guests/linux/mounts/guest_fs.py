@@ -48,7 +48,7 @@ class GuestFile(FileDescription):
         A call at this offset uses the guest's file position.
         """
         self.status = flags & STATUS_FLAGS
-        """Status flags of the client's open file; the guest's file gets them before the next call."""
+        """Status flags of the client's open file; the guest's file gets them before a read or write."""
         self.urgent = 0
         """POLLPRI if the guest reported this event after the client's last poll or read; otherwise 0."""
 
@@ -148,8 +148,8 @@ class GuestFile(FileDescription):
     def acts_on_close(self) -> bool:
         """Whether the release of this file may change other files; see FileDescription.
 
-        It may do so if the file was opened for writing, as in the guest's tracefs. It does not if the file is
-        in one of the directories that only clients change.
+        True if the file was opened for writing, because some files of tracefs act when they are closed. False
+        for other files, and for all files in the directories `GuestFs.clients_own`.
         """
         is_writable = self.flags & os.O_ACCMODE != os.O_RDONLY
         return is_writable and self.path.split("/", 2)[1] not in self.fs.clients_own
@@ -316,8 +316,8 @@ class GuestFs(FileSystem):
 
         The mounting user owns the files that root owns in the guest. Devices are shown as regular files.
         Times are converted to the host's time.
-        Hazard: if a device were shown, the host would open it by the host's driver instead of the guest's
-        driver.
+        Hazard: if a device were shown as one, the host would open it by the host's driver instead of the
+        guest's driver.
         """
         kind = stat.S_IFMT(found.mode)
         shown = self.guest.times.shown
@@ -337,7 +337,7 @@ class GuestFs(FileSystem):
     def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         """Return the entries of a directory, by calls of the guest's init; see FileSystem.
 
-        A client that has opened the directory lists it by itself; see GuestDirectory.
+        A client that has opened the directory lists it by calls of its own task; see GuestDirectory.
         """
         del client
         with self.guest.running:

@@ -20,6 +20,6 @@ VMCORE = "/machine/vmcore"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 """Path of a file of machine/ -> path of the file in the guest's procfs whose content it shows."""
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
-"""Name of a directory in the mount's root -> path in the guest; others are in the guest's debugfs."""
+"""Name of a directory in the mount's root -> path in the guest; other names are in the guest's debugfs."""
 PATHS = 500
 """Maximum number of paths in the mount whose paths in the guest are cached. Clients use few at a time."""

@@ -83,7 +83,7 @@ class DeferredCloses(Generic[File]):
         """The file that the guest closes together with the next open; None if there is none. Lock: held."""
 
     def take(self) -> None:
-        """Take the only deferred file, so that the following open closes it. Lock: held."""
+        """Move the only deferred file to `taken`, so that the next open closes it. Lock: held."""
         # Hazard: other threads may defer more files meanwhile.
         self.taken = self.deferred.popleft()
 
@@ -260,7 +260,8 @@ class LinuxGuest:
         self._asleep: dict[int, int] = {}
         """Pid of a client whose call sleeps in the guest -> value of `_requests` when the call last ran.
 
-        If `_requests` is still the same, only the passing of time can wake the call.
+        `_requests` counts the requests that have succeeded. If it is still the same, only the passing of time
+        can wake the call.
         """
         self._requests = 0
         self.pollers: dict[Polled, tuple[int, Callable[[], None]]] = {}
@@ -362,7 +363,8 @@ class LinuxGuest:
     def slept(self, client: Client, task: LinuxTask, begin: Callable[[], int]) -> int:
         """Make or continue a client's call that may sleep in the guest, and return its result.
 
-        The first request makes the call by `begin`. If the call sleeps, further requests continue it.
+        The client's first request for the call begins it by `begin`. If the call sleeps, the client repeats
+        the request, which then continues the call.
         Lock: held. Raises: WouldBlock (the call sleeps).
         """
         asked = self._asleep.get(client.pid)

@@ -48,7 +48,7 @@ from emulated_kernel.vfs.filesystem import FileDescription, FileSystem
 from emulated_kernel.vfs.mount import Mount
 
 _PRIVATE = (GDB, HISTORY)
-"""Paths of files of machine/ that only root and the mount's owner can read."""
+"""Paths of files of machine/, besides vmcore, that only root and the mount's owner can read."""
 _HOST_INO = 1 << 40
 """First inode number of the files that the host adds to the mount; the guest does not have them."""
 

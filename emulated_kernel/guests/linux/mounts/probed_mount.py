@@ -65,9 +65,9 @@ def probed_mount(
     `is_tracefs`: tracefs is the root of the mount, which shows nothing else; if False, tracefs is at
     tracing/.
     `keeps_tracefs`: the guest's own tracefs stays mounted in the guest, for other users. Then the guest makes
-    no calls on control files, so probes can't see such calls. If it is False, probes can. `time`: object that
-    makes the guest's time follow the real time; it must have been created before `engine`. If `time` is None,
-    the guest's time is virtual.
+    no calls on control files, so probes can't see such calls. If it is False, the guest makes these calls
+    once a probe could see them. `time`: object that makes the guest's time follow the real time; it must have
+    been created before `engine`. If `time` is None, the guest's time is virtual.
     """
 
     def request_begins() -> None:

@@ -36,7 +36,7 @@ _PARTS = (
     "lookup", "open", "read", "write", "is_stream", "opened", "copy", "sleep", "woken", "returns",
 )  # fmt: skip
 _ROOM = 0x40
-"""Size in bytes of the space for each part of the code."""
+"""Size in bytes of the space for each of the parts of the code, which _PARTS names."""
 _AT = {name: number * _ROOM for number, name in enumerate(_PARTS)}
 _LOOKS_UP = move_stack_pointer(-_FRAME) + store(SP, _WORD, RA, _WORD) + store(SP, 0, S1, _WORD) + move(S1, A1)
 _CALL_SIZE = 8
@@ -46,7 +46,10 @@ _LOOKUP_ENDS = _INSTANTIATE + _CALL_SIZE + len(addi(A0, ZERO, 0))
 
 
 def _riscv_code(at: int, symbols: Mapping[str, int]) -> bytes:
-    """Return the machine code of all parts for the address `at`. Each part is at its offset in _AT."""
+    """Return the machine code of all _PARTS, for a start at the address `at`; see ControlStubs.made.
+
+    Each part is at its offset in _AT.
+    """
 
     def call(place: int, name: str) -> bytes:
         return long_jump(RA, RA, at + place, symbols[name])

@@ -114,7 +114,7 @@ class Arm64LinuxCpu(LinuxCpu):
         self.regs.ip = entry
 
     def see_interrupt(self, is_pending: bool) -> None:
-        """Make an interrupt pending, or not pending if `is_pending` is False.
+        """Make an interrupt pending in the CPU; if `is_pending` is False, make none pending.
 
         Unicorn delivers a pending interrupt as soon as the guest has enabled interrupts.
         """

@@ -226,7 +226,7 @@ class Arm64Machine(LinuxMachine):
         return True
 
     def timer(self) -> None:
-        """Make the timer's interrupt pending; see LinuxMachine."""
+        """Advance the time to the timer's interrupt, and make this interrupt pending; see LinuxMachine."""
         self._let_timer_fire()
         self.update_interrupt()
 

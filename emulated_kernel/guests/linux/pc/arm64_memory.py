@@ -22,8 +22,8 @@ _FRAME = 0x0000FFFFFFFFF000
 class Arm64Memory(LinuxMemory):
     """Reads and writes RAM by virtual addresses of 48 bits; see LinuxMemory.
 
-    `root`: physical address of the page tables for user addresses. Kernel addresses are looked up in the page
-    tables to which the CPU's register ttbr1_el1 points.
+    The methods' parameter `root` is the physical address of the page tables for user addresses. Kernel
+    addresses are looked up in the page tables to which the CPU's register ttbr1_el1 points.
     """
 
     tables = Arm64PageTables

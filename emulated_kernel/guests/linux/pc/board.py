@@ -34,8 +34,8 @@ class TimeFollower(Protocol):
     def go_on(self, tsc: int, cycles: int) -> int:
         """Return the new time: the sum of `tsc`, `cycles` and the time that guest code has used.
 
-        `tsc`: the old time, in cycles. `cycles`: the cycles to add. If `cycles` is not 0, guest code can then
-        read the new time.
+        `tsc`: the old time, in cycles. `cycles`: the cycles to add. If it is not 0, guest code can read the
+        new time afterwards.
         """
 
     def show(self, cycles: int) -> None:
@@ -59,7 +59,7 @@ class CountedTime:
         self._khz = khz
         self._ns = c_uint64()
         self._part = 0
-        """Remainder of the last conversion to cycles, in millionths of a cycle."""
+        """Remainder, in millionths of a cycle, of go_on()'s last conversion of nanoseconds to cycles."""
 
     @property
     def host_address(self) -> int:
@@ -93,7 +93,7 @@ class Board(ABC):
         """The TSC and the generator of its random steps; the host's routine for rdtsc uses both."""
         self._cells = memoryview(self.words).cast("B").cast("Q")
         self.counts_instructions = False
-        """Whether each instruction of the guest advances the time; if False, each reading of it does so."""
+        """Whether the guest's time advances at each instruction; if False, at each reading of the time."""
         self._wall: Callable[[], int] | None = None
         """Function that returns the host's time in nanoseconds; None if guest time does not follow it."""
         self._wall_base = 0

@@ -49,7 +49,7 @@ class Pc(Board):
         self._pic_mask = [0xFF, 0xFF]
         self._pic_base = [0, 0]
         self._pic_words = [0, 0]
-        """Number of initialization words that each interrupt controller still expects."""
+        """[master, slave]: number of initialization words that each interrupt controller still expects."""
         self._pit_mode = 0
         self._pit_count = 0x10000
         self._pit_low: int | None = None

@@ -87,7 +87,7 @@ class GicBoard(Board):
 
     @property
     def timer_status(self) -> int:
-        """Value of cntv_ctl_el0, with TIMER_FIRED if the counter has reached the timer's value."""
+        """Value of cntv_ctl_el0, with TIMER_FIRED if the counter has reached `compare`."""
         return self.control | (TIMER_FIRED if self.tsc >= self.compare else 0)
 
     def read_distributor(self, offset: int) -> int:
@@ -128,6 +128,6 @@ class GicBoard(Board):
         return _UART_EMPTY if offset == _UART_FLAGS else _UART_ID.get(offset, 0)
 
     def write_console_register(self, offset: int, value: int) -> None:
-        """Set the register at `offset` of the console: a write of register 0 prints a character."""
+        """Print the character `value` if `offset` is 0; ignore writes of the console's other registers."""
         if offset == 0:
             self.write_console(bytes((value & 0xFF,)))

@@ -43,7 +43,10 @@ class LinuxClock(GuestClock):
         self.host_address = addressof(c_uint64.from_buffer(self._now))
         self._shown = 0
         self._part = 0
-        """Remainder of the last conversion of `_now` to cycles, in millionths of a cycle."""
+        """Remainder, in millionths of a cycle, of go_on()'s last conversion of nanoseconds to cycles.
+
+        go_on() converts the nanoseconds that guest code has added to `_now`.
+        """
         self._pc = pc
         self.is_virtual = not pc.is_real
         self.show(pc.tsc)
@@ -93,11 +96,11 @@ class LinuxClock(GuestClock):
         self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
-        """Advance the counter so far that the guest's time is at least `nanoseconds`.
+        """Set the counter so that the guest's time is at least `nanoseconds`.
 
         Change nothing if the guest's time is later already, or if the kernel's conversion factors are
-        invalid. For the time of a dump, the counter may need any value, because the dump's TSC may be
-        unstable or belong to another machine.
+        invalid. For the time of a memory dump, the counter may need any value, even a lower one: the dump's
+        TSC may be unstable or belong to another machine.
         """
         if _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
@@ -137,9 +140,10 @@ class Cyc2nsClock(LinuxClock):
             raise unusable("its clock has an unknown layout")
         scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
         self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
-        """Function: offset of a set in cyc2ns.data -> the set's (factor, shift, offset).
+        """Function: position in bytes of a set of factors in cyc2ns.data -> the set.
 
-        There are two sets. The kernel uses one set while it writes the other.
+        A set is (cyc2ns_mul, cyc2ns_shift, cyc2ns_offset). There are two sets. The kernel uses one set while
+        it writes the other.
         """
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         super().__init__(pc, memory, cell)

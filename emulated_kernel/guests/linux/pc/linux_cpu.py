@@ -224,7 +224,8 @@ class PcCpu(LinuxCpu):
         self._system_call: tuple[int, int] | None = None
         """(entry point of system calls, mask of the flags to keep); None before the first system call.
 
-        A kernel sets the two MSRs with these values before its first process.
+        The values are LSTAR and the complement of SYSCALL_MASK, two MSRs, which a kernel sets before its
+        first process.
         """
         self._isolates: bool | None = None
         """Whether page table isolation is on; None as long as CR3 has never had the bit _ISOLATED."""
@@ -391,8 +392,8 @@ class PcCpu(LinuxCpu):
     def entry(self) -> KernelEntry | None:
         """Return the steps by which the host's native code enters the kernel, as syscall() does.
 
-        The steps set an ip below the entry point by the size of a syscall instruction, because Unicorn adds
-        this size later.
+        The steps set the ip to the kernel's entry point minus the size of the syscall instruction, because
+        Unicorn adds this size later.
         Return None before the first system call, or if the kernel's mask for system calls does not clear the
         direction flag.
         """
@@ -499,7 +500,7 @@ class PcCpu(LinuxCpu):
         return Gate(entry, low >> 32 & 7, (low >> 40 & 15) == _INTERRUPT_GATE)
 
     def watch_gate(self, words: TrapWords, vector: int, ram: int) -> None:
-        """Fill in `words`, by which the host's routine for traps decides if it may deliver `vector` itself.
+        """Fill in `words`, from which the host's routine for traps learns if it may deliver `vector` itself.
 
         The words are host addresses of CPU state, and the present content of the IDT's gate for `vector`.
         `ram`: address of the guest's RAM in this process.

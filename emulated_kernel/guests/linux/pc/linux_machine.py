@@ -105,7 +105,7 @@ class LinuxMachine(ABC):
         """Reason why the guest cannot run any more, or "" while it can."""
 
     def call_time(self) -> CallTime:
-        """Return an object that limits the CPU time of a call that begins now to the CPU time of one run."""
+        """Return an object for a call that begins now: it limits the call to the CPU time of one run."""
         return CallTime(self._handler_time, self._watchdog.budget)
 
     def count_instructions(self) -> None:
@@ -138,7 +138,7 @@ class LinuxMachine(ABC):
             self.engine.flush_code()
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
-        """Call `function`, and end the run, whenever the guest reaches `address`.
+        """From now on, call `function` and end the run whenever the guest reaches `address`.
 
         The run ends before the instruction at `address`.
         """
@@ -153,8 +153,8 @@ class LinuxMachine(ABC):
     def wanted_until(self, is_unwanted: Callable[[], bool]) -> Iterator[None]:
         """End a run in the `with` block when `is_unwanted` returns True.
 
-        In that case, no client waits for the run's result any more. The watchdog's thread calls
-        `is_unwanted`. An ended run leaves the machine dead, so the caller must be able to roll the run back.
+        `is_unwanted`: returns True if no client waits for the run's result any more; the watchdog's thread
+        calls it. An ended run leaves the machine dead, so the caller must be able to roll the run back.
         """
         self._watchdog.ask(is_unwanted)
         try:
@@ -164,12 +164,11 @@ class LinuxMachine(ABC):
 
     @contextmanager
     def ticking_in(self, code: range) -> Iterator[None]:
-        """Deliver timer interrupts while the guest runs the code in `code`, during the `with` block.
+        """During the `with` block, deliver timer interrupts while the guest runs the code in `code`.
 
-        The code may busy-wait for jiffies. A hook at each basic block of the code counts the blocks, and
-        stops the run for an interrupt after _TICK_BLOCKS of them or more.
-        Invariant: the hook stops a run before the first instruction of a basic block. The hook calls Python
-        for each basic block, so it is off outside of the `with` block.
+        The code may busy-wait for jiffies. After each _TICK_BLOCKS basic blocks of the code, the timer
+        interrupts as soon as interrupts are enabled, always before a basic block. The count calls Python for
+        each block, which is slow.
         """
         hook = self._counted.get(code)
         if hook is None:
@@ -200,14 +199,14 @@ class LinuxMachine(ABC):
         self.engine.stop()
 
     def stop_in_call(self) -> None:
-        """End the run at the breakpoint that the guest has reached, with the reason IN_CALL."""
+        """End the run at the breakpoint that the guest has reached; run() then returns IN_CALL."""
         self._stopped = IN_CALL
         self.engine.stop()
 
     def take_breakpoints(self) -> None:  # noqa: B027 - only x86 delivers breakpoints without Python
         """From now on, make each breakpoint trap to Python first, because kprobefs probes the guest.
 
-        By default, do nothing, because breakpoints do so already.
+        This implementation does nothing, because its breakpoints always trap to Python first.
         """
 
     @property
@@ -216,7 +215,7 @@ class LinuxMachine(ABC):
         return False
 
     def watch_reset(self, emergency_restart: int) -> None:
-        """Declare the guest dead when it reaches emergency_restart(), which a panic calls.
+        """From now on, declare the guest dead when it reaches emergency_restart(), which a panic calls.
 
         Otherwise the guest would try a reset through the keyboard controller, which takes long.
         """
@@ -286,8 +285,8 @@ class LinuxMachine(ABC):
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
         """Return the fault that ended a run, after which the guest is dead.
 
-        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run, and `error` does not
-        count. If it is False and `error` is 0, the guest has restarted itself, as after a panic.
+        `error`: Unicorn's error code, or 0. `expired`: the watchdog has stopped the run, and `error` is
+        ignored. If it is False and `error` is 0, the guest has restarted itself, as after a panic.
         """
         ip = self.regs.ip
         if expired:
@@ -372,22 +371,26 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
-        """Drop translated code whenever the guest has changed its text, from now on.
+        """From now on, drop translated code whenever the guest has changed its text.
 
         `symbols` and `offsets`: the fields of KernelOffsets with these names.
         """
 
     def execute(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only arm64 has such instructions
-        """Make the host execute the instructions at `sites` in place of the CPU; by default, do nothing.
+        """From now on, let the host execute the instructions at `sites` in place of the CPU.
 
-        `sites`: the map KernelOffsets.executed.
+        `sites`: address of an instruction, in hexadecimal -> its encoding; the map KernelOffsets.executed.
+        This implementation does nothing, because only arm64 has such instructions.
         """
 
     def ease_user_access(self, sites: Mapping[str, int]) -> None:  # noqa: B027 - only riscv64 needs it
-        """Change SUM at `sites` in place of the CPU, because Unicorn does it slowly; by default, do nothing.
+        """From now on, let the host change SUM at `sites` in place of the CPU.
 
-        SUM is RISC-V's permission to access user memory.
-        `sites`: the map KernelOffsets.user_access. The memory of these instructions must be mapped.
+        Unicorn changes SUM slowly. SUM is RISC-V's permission to access user memory. This implementation does
+        nothing, because only riscv64 needs it.
+
+        `sites`: address of an instruction, in hexadecimal -> its encoding; the map KernelOffsets.user_access.
+        The memory of these instructions must be mapped.
         """
 
     def run_to_stub(self) -> None:

@@ -13,9 +13,10 @@ from emulated_kernel.guests.linux.pc.linux_machine import LinuxMachine
 
 
 def find_cells(abi: GuestAbi) -> tuple[int, ...]:
-    """Return the offsets, in Unicorn's CPU state, of the words that Unicorn's API does not provide.
+    """Return the argument `cells` of new_machine(): offsets of words in Unicorn's CPU state.
 
-    Raises: HardwareError (a word is not found).
+    Unicorn's API does not provide these words, such as the error code of an exception. Raises: HardwareError
+    (a word is not found).
     """
     if abi is X86_64:
         from emulated_kernel.guests.linux.pc.exception_cells import find_exception_cells

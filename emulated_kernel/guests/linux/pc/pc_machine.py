@@ -102,9 +102,9 @@ class PcMachine(LinuxMachine):
         self.hooks.protection_faults[X86_64.stub.start] = self._come_to_stub
         self.hooks.end_runs_at(X86_64.stub.start, Vector.GENERAL_PROTECTION, state + in_flight)
         self._breakpoint_stub = range(0)
-        """Addresses of the guest code that delivers breakpoints."""
+        """Addresses of the guest code that delivers breakpoints; empty before deliver_breakpoints()."""
         self._syscalls = TrapWords()
-        """Host memory that the routine for syscall reads."""
+        """Host memory from which the native routine for the instruction syscall reads what to do."""
         self._entry: KernelEntry | None = None
         """Table by which the native routine enters the kernel at a syscall; None until it is known."""
         self._hook_instructions()
@@ -277,7 +277,7 @@ class PcMachine(LinuxMachine):
         self.call_at(address, store)
 
     def follow_text(self, symbols: Mapping[str, int], offsets: Mapping[str, int]) -> None:
-        """Drop translated code whenever the guest runs do_sync_core(), as it does after patching its text.
+        """From now on, drop translated code when the guest runs do_sync_core(), as it does after patching.
 
         Unicorn does not notice a write of text through another mapping. If __text_poke() was called fewer
         than _FLUSH_FROM times since the last do_sync_core(), drop only the code of the text that these calls
@@ -335,10 +335,10 @@ class PcMachine(LinuxMachine):
         return all(walk is not None and self.memory.is_executable(walk[1]) for walk in walks)
 
     def deliver_breakpoints(self, stub: range, cells: int) -> None:
-        """After a breakpoint in kernel mode, make the guest continue in `stub`.
+        """From now on, make the guest continue in `stub` at each breakpoint in kernel mode, without Python.
 
-        `stub`: addresses of the guest code that delivers the exception. `cells`: physical address of the
-        words that this code pushes.
+        `stub`: addresses of the guest code that delivers the exception to the guest's handler. `cells`:
+        physical address of the words that this code pushes.
         """
         words = self.hooks.words
         assert isinstance(self.regs, FastRegs)

@@ -38,11 +38,11 @@ class LinuxMemory:
     """
 
     tables: type[PageTables] = X86PageTables
-    """Class that describes the form of the page tables."""
+    """Subclass of PageTables for the format of the guest's page tables."""
     owned = PRESENT | WRITABLE
     """Mask of bits. If all are set in the page table entry of a user page, no other task shares the page."""
     shifts: tuple[int, ...] = _SHIFTS
-    """Levels of page tables, from the top: binary logarithm of the size that an entry maps."""
+    """For each level of page tables, from the top: binary logarithm of the size that an entry maps."""
     frame_shift = 0
     """Number of bits by which a page table entry is shifted left before it is masked to an address."""
     frame = FRAME
@@ -108,7 +108,11 @@ class LinuxMemory:
         return sum(map(bool, self.words[root >> 3 :][_KERNEL_DATA])) > 1
 
     def last(self, root: int, va: int) -> tuple[int, int]:
-        """Walk the page tables for `va`; return the last entry's index in `words` and the size it maps."""
+        """Return (index, size) of the last page table entry in a walk for `va`; it may be not present.
+
+        index: index of the entry among the 8-byte words of RAM. size: bytes that the entry maps, or would map
+        if it were present.
+        """
         table = self.top_table(root, va)
         slot = 0
         size = 0

@@ -88,7 +88,10 @@ def find_riscv_cells() -> RiscvCells:
 
 
 def _register(engine: Engine, state: int, number: int) -> int:
-    """Find the word that holds the register `number` by writes in machine mode; return the word's offset."""
+    """Return the offset of the word with the register `number`, which is found by writes in machine mode.
+
+    `state`: address in this process of Unicorn's CPU state.
+    """
     engine.reg_write(riscv.PRIV, MACHINE_MODE)
     kept = engine.reg_read(number)
     search = WordSearch(state)

@@ -39,7 +39,7 @@ class RiscvLinuxCpu(LinuxCpu):
         self._engine = engine
         self.regs = regs
         self._general: Any = regs
-        """The object `regs` without its type Regs, which does not declare the registers of this processor."""
+        """The object `regs` as Any, because its type Regs does not declare this processor's registers."""
 
         def word(offset: int) -> memoryview:
             return memoryview(ctypes.c_uint64.from_address(state + offset)).cast("B").cast("Q")

@@ -36,7 +36,10 @@ _KERNEL = 1
 """Number of the mode in which the kernel runs."""
 _MODE_SIZE = 48 + VICTIMS * (ENTRY_SIZE + 16) + 8
 _KERNEL_AT = _TABLES_AT - (_MODES - _KERNEL) * _MODE_SIZE
-"""Offset of further words for the kernel's mode: those of _HEAD, then TLB entries that were replaced."""
+"""Offset, from the first register in Unicorn's CPU state, of further TLB data of the kernel's mode.
+
+The data are the words of _HEAD, then TLB entries that were replaced.
+"""
 _HEAD = struct.Struct("<QQqQQQ")
 """Layout of the words at _KERNEL_AT, which are the first members of QEMU's CPUTLBDesc.
 

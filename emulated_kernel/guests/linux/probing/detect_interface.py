@@ -50,7 +50,7 @@ def profile_of(kernel: LinuxKernel, riscv: str = RISCV_PROFILE) -> Profile:
 
 
 def interface_with(kernel: LinuxKernel, profile: Profile) -> Interface:
-    """Return the tracefs interface of a mount of `kernel`, whose probes follow `profile`.
+    """Return the tracefs interface of a mount of `kernel` in which probes follow `profile`.
 
     The interface is the kernel's own. If the profile has no ftrace, the interface has no fprobe events and no
     probe events on tracepoints, because Linux builds both only with ftrace.
@@ -80,7 +80,10 @@ def detect_interface(kernel: LinuxKernel) -> Interface:
 
 
 def _functions(kernel: LinuxKernel) -> list[str]:
-    """Return those functions of a kernel that show features of its interface, such as `fprobe_return()`."""
+    """Return the names of those functions of a kernel that show features of its interface.
+
+    The names end with `()`, as in `fprobe_return()`.
+    """
     signs = {rule.sign for rule in InterfaceRule if rule.sign.endswith("()")}
     return [sign for sign in signs if kernel.kallsyms.lookup_name(sign.removesuffix("()")) is not None]
 

@@ -119,7 +119,7 @@ It stores the function's result at _RESULT, and _RETURNED at _STATE.
 
 
 def calls_text(abi: GuestAbi) -> range:
-    """Return the addresses of this module's code."""
+    """Return the addresses of the guest page with the assembly code of this module."""
     return range(abi.host_code + _TEXT, abi.host_code + _TEXT + PAGE_SIZE)
 
 

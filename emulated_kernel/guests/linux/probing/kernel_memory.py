@@ -24,9 +24,10 @@ The address is after the kernel.
 _ENTRIES = 512
 _WORD = (1 << 64) - 1
 _MAX_RUN = 16 * PAGE_SIZE
-"""Maximum size in bytes of contiguous pages that are given back at once.
+"""Maximum size in bytes of contiguous pages that are given back to the host at once.
 
-At a page fault, the host's kernel maps this many bytes around the address (fault_around_bytes).
+Afterwards, a comparison reads the pages from the file. At each page fault, the host's kernel maps this many
+bytes around the address (fault_around_bytes).
 """
 
 

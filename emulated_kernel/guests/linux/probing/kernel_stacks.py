@@ -78,6 +78,8 @@ class KernelStacks(TaskStacks):
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
         """Return the ranges of `spans` that the CPU executes or to which a task may return.
 
+        `spans`: pairs (start, end).
+
         Return all of `spans` if the CPU uses an unknown stack, or if the guest's data about its tasks are
         damaged.
         """

@@ -202,8 +202,10 @@ class KernelTracepoints:
     ) -> None:
         """Prepare the tracepoints; the guest does not change until an event is enabled.
 
-        `hit`: object that is filled in again for each record. `call`: calls the kernel function at an
-        address; None if the host cannot call kernel functions.
+        `hit`: object that describes the current hit to the events' handlers; it is filled in again for each
+        record. `call`: calls the kernel function at an address; None if the host cannot call kernel
+        functions. `user_data`: size of the user memory that records of system calls contain; None if they
+        contain none.
         """
         self._syscall_work = syscall_work
         self.user_data = user_data
@@ -277,7 +279,10 @@ class KernelTracepoints:
         return SyscallTracepoint(made.tracepoint, _WORD, start, 0 if is_faultable else -self._own_count)
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
-        """Return the trace events of a module, in the module's order; `batch` must be empty."""
+        """Return the available trace events of a module, in the module's order; `batch` must be empty.
+
+        Return [] if the kernel lacks one of REPLACED_FUNCTIONS.
+        """
         made = [self._event(event, batch, None) for event in events] if self._hands_over else []
         return [event for event in made if event is not None]
 
@@ -299,8 +304,9 @@ class KernelTracepoints:
 
         Also return None if the host cannot call the tracepoint's regfunc and unregfunc, but would have to.
 
-        `register`: called before the event's key is switched, with True to enable the event. If it is None,
-        the tracepoint's regfunc or unregfunc is called, provided that there is one.
+        `register`: called before the event's key is switched, with True to enable the event and False to
+        disable it. If it is None, the tracepoint's regfunc or unregfunc is called, provided that there is
+        one.
         """
         if register is None and not event.is_plain:
             if not self._can_register:

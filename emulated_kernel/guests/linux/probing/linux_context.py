@@ -85,14 +85,16 @@ def _per_cpu_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
-    If a field is left out, Python keeps the pending calls. Two fields are needed: `rethooks` and `ret_stack`.
-    If the kernel has rethooks, its own field `rethooks` is used. Such a kernel does not use
-    kretprobe_instances except to clear it at fork, so kretprobe_instances serves as `ret_stack`. A kernel
-    without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used. All
-    fields are 0 when a task is created. The kernel reads them again long after the task has ended. The guest
-    has no rethooks of its own, because no module that probes can be loaded. `may_have_traced`: see
-    RunningLinux. If it is True, ret_stack may be other than 0, so it is left out.
+    The names are `task_struct.rethooks` and `task_struct.ret_stack`. If one is left out, Python keeps the
+    pending calls. The kernel's own field `rethooks` is used if it exists. If such a kernel also has
+    kretprobe_instances, it only clears this field at fork, so the field serves as `ret_stack`. A kernel
+    without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used.
+
+    All fields are 0 when a task is created. The guest has no rethooks of its own, because no module that
+    probes can be loaded. `may_have_traced`: see RunningLinux. If it is True, the kernel's own ret_stack may
+    be other than 0, so it is left out.
     """
+    # Hazard: the kernel reads these fields again long after the task has ended.
     fields = {}
     instances = "task_struct.kretprobe_instances"
     own_stack = "task_struct.ret_stack"

@@ -312,7 +312,7 @@ class LoadedModules:
 
 
 class _ModuleMemory(RunningMemory):
-    """Guest memory from which modules are read, by the object `reader`, which limits steps and bytes."""
+    """Guest memory that is read through `reader`, which limits the steps and bytes of reading one module."""
 
     reader: GuestReader
 

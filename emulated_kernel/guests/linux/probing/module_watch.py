@@ -92,7 +92,10 @@ class ModuleWatch:
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
-        """Forget a module's text in the ranges `spans`, because the kernel is about to free this memory."""
+        """Forget a module's text in the ranges `spans`, because the kernel is about to free this memory.
+
+        `spans`: pairs (start, end).
+        """
         ranges = [range(*span) for span in spans]
         gone = list[JumpLabel]()
         left = list[JumpLabel]()
@@ -106,10 +109,11 @@ class ModuleWatch:
             self._machine.text.disown(start)
 
     def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
-        """Call `first` and `last` whenever a module gets the state COMING, LIVE or GOING.
+        """From now on, call `first` and `last` whenever a module gets the state COMING, LIVE or GOING.
 
         Their arguments are the state and the address of the struct module. The kernel calls `first` before
-        all other notifiers, `last` after them.
+        all other notifiers, `last` after them. If the kernel's list of notifiers is missing or damaged, log a
+        warning and do nothing.
         Mirrors: register_module_notifier, notifier_chain_register (v6.1).
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")
@@ -134,7 +138,10 @@ class ModuleWatch:
             log.warning("%s: modules are not followed: module_notify_list: %s", self._kernel.release, fault)
 
     def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
-        """Return the address of a new notifier_block that calls `notify`."""
+        """Return the address of a new notifier_block that calls `notify`.
+
+        `priority`: the guest calls notifiers with a higher priority first.
+        """
         machine = self._machine
         memory = self._machine.memory
         btf = self._kernel.btf

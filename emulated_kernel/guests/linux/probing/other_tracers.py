@@ -23,7 +23,7 @@ def other_tracers(
     """Return tracer -> option -> whether the option is on, for registered tracers that are not in `known`.
 
     If a tracer is unreadable, because the guest may have damaged the list of tracers, this tracer and all
-    tracers after it are left out.
+    tracers after it are left out. Tracers without options are left out, too.
     Mirrors: kernel/trace/trace.c:trace_types, create_trace_option_files (v6.1).
     """
     found: dict[str, Mapping[str, bool]] = {}

@@ -114,7 +114,10 @@ class KernelEngine:
         guest.events.watch(engine.hook_sets, tracing.guest_records, requests, tracing.arrays)
 
     def _place_user_access(self) -> None:
-        """Write to guest memory the code by which handlers allow loads from user memory, if it is needed."""
+        """Write to guest memory the code by which handlers allow loads from user memory.
+
+        Do nothing if such loads need no permission on the guest's CPU.
+        """
         code = self._arch.user_access
         if not code:
             return
@@ -130,7 +133,7 @@ class KernelEngine:
         )
 
     def _adopt_loaded_modules(self) -> list[Module]:
-        """Add the text, symbols and tables of the loaded modules to `live`, and return the modules."""
+        """Read the loaded modules, add them to `live` (the kernel with its modules), and return them."""
         loaded = self._modules.there()
         self.live.put_all(loaded)
         return loaded
@@ -158,7 +161,7 @@ class KernelEngine:
         """Run each runnable task once, in place of freezing all tasks; return a context.
 
         The context yields True, which means that no task refused to freeze. Deviates: no task is frozen. If a
-        task's stack still refers to the text afterwards, the caller waits.
+        task's stack afterwards still refers to the text that will be patched, the caller waits.
         """
         self._run_tasks()
         return nullcontext(True)
@@ -222,10 +225,10 @@ class KernelEngine:
 
 
 class LinuxEngine(KernelEngine):
-    """The probe engine over a running kernel that serves clients; `tasks`: the guest's tasks.
+    """The probe engine over a booted kernel in which clients have tasks.
 
-    The engine can call kernel functions, even if they may sleep. Probes and events follow the loading and
-    unloading of modules.
+    `tasks`: the guest's tasks. The engine can call kernel functions, even if they may sleep. Probes and
+    events follow the loading and unloading of modules.
     """
 
     def __init__(

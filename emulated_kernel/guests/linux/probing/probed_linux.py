@@ -174,7 +174,7 @@ class ProbedLinux(ProbedMachine):
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Do nothing, because the guest runs without quanta.
+        """Do nothing, because the guest runs without quanta; see ProbedMachine.
 
         Interrupts come only in user mode, and where the kernel waits for them.
         """

@@ -99,7 +99,7 @@ class RunningKernel(LinuxKernel):
     def _list(self, head: str, member: str) -> Iterator[int]:
         """Yield the addresses of the structures in a list.
 
-        `head`: symbol of the list_head. `member`: path of the list_head in a structure.
+        `head`: symbol of the list_head. `member`: the list_head in each structure, as STRUCT.MEMBER.
         """
         start = self.required(head)
         offset = self.btf.offset(member)

@@ -24,7 +24,10 @@ _TRAMPOLINES = (
 )
 """Names of the kernel's own return trampolines, which may have filler bytes after their code."""
 ANSWERED_FUNCTIONS = (_FIND,)
-"""Kernel functions that the host answers for hooked calls. Breakpoints replace their first instructions."""
+"""Kernel functions in whose place the host answers if an unwinder asks about a hooked call.
+
+A breakpoint replaces the first instruction of each function.
+"""
 
 
 def return_place(kernel: LinuxKernel, arch: Arch) -> dict[str, int]:
@@ -76,7 +79,7 @@ class UnwinderAnswers:
         _, _, address, pointer = self._arch.registers.arguments[:4]
 
         def asked(regs: Any) -> None:
-            """If the function is called for a trampoline of kprobefs, make it return the real return address.
+            """If the unwinder asks about a trampoline of kprobefs, return the real return address to it.
 
             Otherwise run the kernel's own function.
 
@@ -94,6 +97,8 @@ class UnwinderAnswers:
 
     def _copy_first_instruction(self, function: int) -> Callable[[Any], None]:
         """Return a function that makes the CPU continue in `function` as without the breakpoint.
+
+        Its argument is the registers.
 
         Raises: HardwareError (no executable memory is left), KernelError (the instruction can't be copied).
         """

@@ -97,7 +97,7 @@ class VmcoreCalls:
             _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
         )
         self.user_buffer = _USER
-        """Address of the same buffer in the user half, for functions that write to user memory."""
+        """User-space address of the memory at `buffer`, for functions that write to user memory."""
         strings = machine.alloc_pages(_STRINGS)
         self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
         page = machine.memory.host_pages.alloc(PAGE_SIZE)
@@ -116,7 +116,7 @@ class VmcoreCalls:
     def bounded(self) -> Iterator[None]:
         """Limit the total time of all calls in the `with` block to the maximum time of one run.
 
-        The last call may exceed the limit by the time of a run.
+        The last call may exceed the limit by at most this time.
         """
         self._deadline = monotonic() + snapshot.BUDGET
         try:

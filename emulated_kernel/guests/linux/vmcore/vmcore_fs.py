@@ -73,7 +73,7 @@ class VmcoreFs(FileSystem):
 
     @staticmethod
     def inside(path: str) -> str:
-        """Return the path in the dump for a path in the mount."""
+        """Return `path`, a path in the mount, without the leading FILES: this is the path in the dump."""
         return path.removeprefix(FILES) or "/"
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:

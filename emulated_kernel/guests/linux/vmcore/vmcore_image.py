@@ -41,7 +41,10 @@ _PER_CPU = (
 SAVED_CR4 = "cpu_tlbstate.cr4"
 """Key, in VmcoreOffsets.per_cpu, of the offset of the saved value of CR4."""
 CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
-"""Members of struct tk_read_base: clock source, counter value at the last tick, and the time of that tick."""
+"""Members of struct tk_read_base: clock source, counter value at the last tick, and the time of that tick.
+
+The time in nanoseconds is base + (xtime_nsec >> shift).
+"""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 """Symbols of the sets of online and active CPUs, and of the number of online CPUs."""
 

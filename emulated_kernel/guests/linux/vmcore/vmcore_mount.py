@@ -56,9 +56,10 @@ class VmcoreControlCalls(GuestCalls):
         return self._running(client, self.engine.request_begins)
 
     def look_up(self, client: Client | None) -> AbstractContextManager[None]:
-        """Return the context in which the guest runs for a lookup, which does not count as a request.
+        """Return the context in which the guest runs for a lookup.
 
-        In all other respects, the context is that of request().
+        It is the context of request(), except that observers of the guest are not told of a request. So they
+        do no delayed work.
         """
         return self._running(client, self.engine.call_begins)
 
@@ -106,12 +107,12 @@ class VmcoreControlCalls(GuestCalls):
 def vmcore_mount(guest: VmcoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> Mount:
     """Return a mount of a dump's kernel.
 
-    Only functions that clients call run in the kernel. The file of the dump stays unchanged. `owner`: owner
-    of the files. `is_tracefs`: whether tracefs is the root, and listings show nothing else. Otherwise the
-    root has all control files and the kernel's files.
+    The kernel runs nothing but the functions that clients call. The file of the dump stays unchanged.
+    `owner`: owner of the files. `is_tracefs`: whether tracefs is the root, and listings show nothing else.
+    Otherwise the root has all control files and the kernel's files.
 
-    A function that a client calls may remove any file. Therefore the file systems, unlike GuestFs, have no
-    directories in which only clients create and remove names (`clients_own`).
+    No directory is in FileSystem.clients_own, because a function that a client calls may create or remove any
+    file.
     """
     strategy = VmcoreControlCalls(guest, engine)
     files = VmcoreFiles(strategy.calls, engine.kernel, engine.machine.memory)
