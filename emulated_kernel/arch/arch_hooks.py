@@ -197,10 +197,10 @@ class ReturnCode(ABC):
     live: LiveRegisters
     """Registers that the caller may read after a function has returned."""
     preserves_all = False
-    """Whether the code always preserves all registers that a return can leave unchanged.
+    """Whether the code preserves all registers except those that a return itself uses, without `saves_all`.
 
-    If so, handlers can also be compiled for hooked functions whose callers do not rely on the calling
-    convention. Otherwise, this needs `saves_all`.
+    If False, handlers are compiled without `saves_all` only for functions whose callers follow the calling
+    convention. Other callers may rely on registers that the convention lets a function change.
     """
 
     @abstractmethod

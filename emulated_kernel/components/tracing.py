@@ -115,7 +115,7 @@ class TracedKernel:
     marker_ip: int | None = None
     """Address that trace_marker's records contain as ip; None selects the start of MARKER_SYMBOL."""
     user_data: UserDataSize | None = None
-    """Number of bytes of each argument's user memory that a system call's record contains at most.
+    """How much user memory the record of a system call may contain for each pointer argument.
 
     None: the records contain no user memory.
     """

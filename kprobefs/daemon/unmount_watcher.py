@@ -34,10 +34,10 @@ class Orphaned:
 class UnmountWatcher:
     """A child process that unmounts if the daemon ends by a signal that the daemon cannot handle.
 
-    With an Orphaned, the child then also waits for the end of the daemon's parent, and calls clean_up(). The
-    child must hold no descriptor of /dev/fuse. Otherwise, requests would wait for an answer even after the
-    daemon's end. So the object must be created before /dev/fuse is opened, and while the caller has no
-    threads.
+    If the constructor gets an `orphaned`, the child then also waits for the end of the daemon's parent, and
+    calls `orphaned.clean_up()`. The child must hold no descriptor of /dev/fuse. Otherwise, requests would
+    wait for an answer even after the daemon's end. So the object must be created before /dev/fuse is opened,
+    and while the caller has no threads.
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 
@@ -68,7 +68,7 @@ class UnmountWatcher:
     def end(self) -> None:
         """Kill the child and wait for its end.
 
-        If there is an Orphaned, do nothing: the child must still call clean_up().
+        If the constructor got an `orphaned`, do nothing: the child must still call `orphaned.clean_up()`.
         """
         if self._orphaned is not None:
             return

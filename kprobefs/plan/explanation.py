@@ -178,7 +178,10 @@ class Explanation:
 
     @cached_property
     def others(self) -> tuple[OtherVerdict, ...]:
-        """The verdicts on the place for each other way in which boot may rewrite the kernel's returns."""
+        """The verdicts on the place if boot rewrites the kernel's return instructions as on other CPUs.
+
+        There is one verdict for each way of rewriting that differs from the one that `verdict` assumes.
+        """
         found = []
         for variant in self.kernel.other_variants(self.symbol):
             verdict = variant.judge.verdict(self.place.where)
@@ -247,10 +250,9 @@ class Explanation:
 
     @cached_property
     def bracket(self) -> range:
-        """Addresses of the whole instructions that a jump at the place replaces.
+        """Addresses of the whole instructions that a jump at the place replaces, or would replace if allowed.
 
-        If the jump is refused, it would replace these instructions. If no jumps are written in the kernel,
-        the range is that of the probed instruction.
+        If no jumps are written in the kernel, these are the addresses of the probed instruction.
         """
         region = self.region
         if region is not None:

@@ -270,10 +270,9 @@ class PlannedKernel:
 
     @cached_property
     def whole(self) -> Variant:
-        """Return the variant in which boot has rewritten all return instructions.
+        """The kernel in which boot has rewritten all return instructions as on the CPU of `cpu_description`.
 
-        They are rewritten as on the CPU of `cpu_description`. If the kernel has no return thunks or has
-        booted already, the text stays unchanged.
+        If the kernel has no return thunks or has booted already, its text is unchanged.
         """
         core = self.core
         if not isinstance(core, LinuxKernel) or not self._returns:
@@ -283,10 +282,11 @@ class PlannedKernel:
         return Variant(returns.value, Judge(Subject(self.title, self.arch, tables), self.profile))
 
     def variant(self, symbol: Symbol) -> Variant:
-        """Return the variant in which boot has rewritten the return instructions of the function `symbol`.
+        """Return the kernel in which boot has rewritten the return instructions of the function `symbol`.
 
-        They are rewritten as on the CPU of `cpu_description`. If the kernel has no return thunks or has
-        booted already, the function's text stays unchanged.
+        Those of all modules are rewritten, too; the rest of the kernel's text is unchanged. They are
+        rewritten as on the CPU of `cpu_description`. If the kernel has no return thunks or has booted
+        already, nothing is rewritten.
         """
         return self._as_booted(symbol, self._returns[0] if self._returns else None)
 

@@ -267,10 +267,10 @@ def search_frames(
     ways: Mapping[int, Iterable[int]],
     stack_pointer: str,
 ) -> FrameSearch:
-    """Return a complete search for a function's stack frames.
+    """Search for a function's stack frames until a search is complete, and return this search.
 
-    When a search finds a call or trap that never returns, start a new search that knows this. The parameters
-    are those of find_frames().
+    A search that finds a call or trap that never returns ends there; the next search knows this dead end. The
+    parameters are those of find_frames().
     """
     dead_ends: set[int] = set()
     while True:

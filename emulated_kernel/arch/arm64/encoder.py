@@ -45,7 +45,7 @@ Without the bit, the offset counts in bytes and has 9 signed bits.
 _PAIR_LOAD = 0xA9400000
 _PAIR_STORE = 0xA9000000
 _SYSTEM_REGISTERS = {"nzcv": 0xD53B4200, "daif": 0xD53B4220, "sp_el0": 0xD5384100}
-_IS_WRITE = 1 << 21
+_IS_READ = 1 << 21
 """Bit by which mrs and msr differ: 1 in mrs (read), 0 in msr (write)."""
 
 
@@ -179,7 +179,7 @@ def read_system_register(rd: int, name: str) -> bytes:
 
 def write_flags(rn: int) -> bytes:
     """Encode `msr nzcv`: set the condition flags to bits 28 to 31 of rn."""
-    return _bytes(_SYSTEM_REGISTERS["nzcv"] & ~_IS_WRITE | rn)
+    return _bytes(_SYSTEM_REGISTERS["nzcv"] & ~_IS_READ | rn)
 
 
 # Memory

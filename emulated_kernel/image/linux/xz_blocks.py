@@ -46,6 +46,7 @@ def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int
 def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
     """Decode the index of an xz stream; return its blocks, and the offset of the index in the stream.
 
+    The blocks are pairs of offsets, as in the result of xz_blocks().
     Raises: IndexError (a truncated index).
     """
     count, at = _number(index, 1)

@@ -33,9 +33,10 @@ class Djprobes(Optimizer):
     def ask(self, kprobe: Kprobe) -> str:
         """Request a jump: set the probe's length from the static analysis, as users of the paper's tool do.
 
-        Return the reason why the probe gets no jump, or an empty string.
+        If the region already contains another probed address, clear the length, and return this as the reason
+        why the probe gets no jump. Otherwise, return an empty string.
 
-        Raises: KernelError EOPNOTSUPP (the analysis finds that there can be no jump), and the errors of
+        Raises: KernelError EOPNOTSUPP (the analysis rejects a jump at the address), and the errors of
         resolve_region().
         """
         found = self._verdict.optimized_region(kprobe.address)

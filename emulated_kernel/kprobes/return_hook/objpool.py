@@ -186,13 +186,13 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         count_one_less(builder, hook, word)
 
     def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
-        """Emit code that turns a count into the address of its entry in the ring, minus ENTRIES words.
+        """Emit code that turns a count into the base address for a load or store of its entry in the ring.
 
         `hook`: address of the hook that owns the ring. `counter`: number of the virtual register with the
-        count (the ring's word HEAD or TAIL); it also gets the result.
+        count (the ring's word HEAD or TAIL); it also gets the result. The entry is ENTRIES words after the
+        result.
 
-        Before the code runs, register SECOND has the address of the ring. Callers add ENTRIES words as the
-        offset of a load or store.
+        Before the code runs, register SECOND has the address of the ring.
         """
         builder.emit(
             compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),

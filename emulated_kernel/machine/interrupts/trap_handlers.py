@@ -18,8 +18,9 @@ class Redirect(partial[object]):
     """Handler of a trap after which the guest continues at the address `target`.
 
     The host's routine for traps sets the instruction pointer without Python. If the host has no such routine,
-    or while Python handles a hit, `in_python` is called with `given` and the registers instead. A redirected
-    debug trap also clears the trap flag, unless `target` is the trap's own address.
+    or while Python handles a hit, the function `in_python` is called instead, with the constructor's
+    arguments `given`, followed by the registers. The redirect of a debug trap also clears the trap flag,
+    unless `target` is the trap's own address.
     """
 
     __slots__ = ("target",)

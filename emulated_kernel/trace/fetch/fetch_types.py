@@ -283,7 +283,8 @@ class SymbolString(String):
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
         """Return the __data_loc of each string, and add the strings to `area`.
 
-        Linux: the printed text of a `symstr` before another string also contains the other string.
+        As in Linux, the next string in the area overwrites the NUL of a `symstr`, so the printed text of the
+        `symstr` also contains that string.
         Mirrors: fetch_store_symstring (v6.1).
         """
         return b"".join([area.add(text, overlaps=True) for text in elements])

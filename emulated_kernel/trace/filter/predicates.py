@@ -140,9 +140,9 @@ class FunctionPredicate:
 
 @dataclass(frozen=True)
 class CpusPredicate:
-    """Predicate that compares `cpus` with a set of CPUs in the entry, a field's number, or the event's CPU.
+    """Predicate that compares the set `cpus` with a cpumask field, a number in a field, or the record's CPU.
 
-    As in Linux, a single CPU never equals two or more.
+    As in Linux, a number or the record's CPU counts as a set of one CPU, so it never equals a set of several.
     Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
     """
 

@@ -217,13 +217,14 @@ class Syscalls:
         lookup: HostLookup = HostLookup.DEFAULT,
         hostfs: HostfsHandler | None = None,
     ) -> int:
-        """Let `task` make the system call `call`, in which the task's host process waits.
+        """Let `task` repeat the system call in which its host process waits; return the guest's result.
 
-        Return the result in the guest. The call has the arguments that the process passed. `walks`: paths
-        from the guest's root, which the guest walks in place of the call's paths. It walks the call's own
-        paths if `walks` is empty, which is allowed only if `call.is_hidden` is False. `lookup`: result of the
-        host's lookup of the path's last name. `hostfs`: serves the control file that the call works on. If
-        the call takes or returns a descriptor, the caller must use a numbered() block.
+        The call has the arguments that the process passed. `walks`: paths from the guest's root that the
+        guest walks in place of the paths in the call; if empty, the guest walks the paths in the call. If
+        `call.is_hidden` is True, the paths in the call are unknown, so `walks` must have a path for each.
+        `lookup`: result of the host's lookup of the path's last name. `hostfs`: serves the control file that
+        the call works on. If the call takes or returns a descriptor, call this method in a numbered() block:
+        the guest's descriptor then has the number that the process knows.
         Raises: KernelError (the errno of the guest's call), WouldBlock (see GuestRunner.syscall).
         """
         if call.is_hidden:

@@ -95,7 +95,9 @@ class PageReporting:
         self.high = free + MANY
 
     def give_back(self) -> None:
-        """Give the memory of free pages back to the host. The pages then have the snapshot file's content.
+        """Give the memory of free pages back to the host.
+
+        RAM is a private mapping of a file, the boot snapshot, so the pages then have the file's content.
 
         Hazard: the emulator keeps host addresses of these pages, and code that it translated from them. The
         addresses stay valid. The code is never executed again: the guest writes to a page before it runs code

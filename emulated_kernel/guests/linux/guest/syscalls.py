@@ -215,10 +215,11 @@ class LinuxSyscalls:
     ) -> int:
         """Call read(2), or pread64(2) if `offset` is given; return the number of bytes read.
 
-        The result is the argument `count` of read_data(). `size`: maximum number of bytes. `may_block`: the
-        read may wait for data, and sleeps at most PATIENCE; if False, it sleeps at most _LONG. `service`:
-        function that does the host's work in read(2); see Service.
-        Raises: Blocked (the read sleeps for longer).
+        read_data() takes this number as `count`. `size`: maximum number of bytes. `may_block`: whether the
+        read may wait for data. If True, it sleeps at most PATIENCE; if False, it only waits for locks, for at
+        most _LONG, which is much longer. `service`: function that does the host's work in read(2); see
+        Service.
+        Raises: Blocked (the read sleeps for longer than that).
         """
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)

@@ -43,9 +43,9 @@ class TimeFollower(Protocol):
 
 
 class CountedTime:
-    """A TimeFollower for a guest whose instructions are counted.
+    """A TimeFollower that only adds the time that guest code has used to the TSC.
 
-    Guest code reads only the TSC, and no other time.
+    It is for a guest whose instructions are counted. Such a guest reads the TSC, and no time in memory.
     """
 
     def __init__(self, khz: int) -> None:

@@ -241,7 +241,10 @@ class LinuxEngine(KernelEngine):
         *,
         pauses: bool = True,
     ) -> None:
-        """Build the engine, and register it as a notifier of the guest's module loader."""
+        """Build the engine, and register it as a notifier of the guest's module loader.
+
+        Parameters: see KernelEngine.
+        """
         super().__init__(tasks, kernel, profile, lock, limits, pauses=pauses)
         self.tasks = tasks
         self._notify = self._build_module_notifier()
