@@ -76,9 +76,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add to the report of a failed test or fixture the last requests that its kernels have refused.
+    """If a test or fixture fails, add hints to the report: the last requests that its kernels have refused.
 
-    The report of a refused request ends with the user's line: it has no frames of kprobefs.
+    A request is, for example, a write to a file of tracefs. The traceback of a refused request ends with the
+    user's line: it has no frames of kprobefs.
     """
     error = None if call.excinfo is None else call.excinfo.value
     with _own_frames_hidden(error):
@@ -116,7 +117,7 @@ def _own_frames_hidden(error: BaseException | None) -> Iterator[None]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return True if `error` is a KernelError or the error of a mount that failed."""
+    """Return True if `error` is a KernelError, or is raised in this module itself, as for a failed mount."""
     # If the error is a KernelError, its module is loaded, so no import is needed.
     errors = sys.modules.get("emulated_kernel.util.errors")
     if errors is not None and isinstance(error, errors.KernelError):
@@ -126,7 +127,10 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> Iterator[str]:
-    """Yield the hint about the definition that the fixture `kernel` has refused with `error`, if any."""
+    """Yield the hint about the definition that the fixture `kernel` has refused with `error`, if any.
+
+    `kernel`: None if the test does not use the fixture. `error`: None if no exception has ended the test.
+    """
     if kernel is None or error is None or not _is_refusal(error):
         return
     from emulated_kernel.util.errors import KernelError
@@ -145,7 +149,8 @@ def _refusals_in_process(kernel: Kernel | None, error: BaseException | None) -> 
 def _refusals(directory: str) -> Iterator[str]:
     """Yield the hints of `kprobefs run` about the last requests that a mount has refused, if any.
 
-    If the mount has lost its kernel, the only hint says so.
+    They are about the last file that could not be created, and the last write that failed. `directory`: that
+    of the mount. If the mount has lost its kernel, the only hint says so.
     """
     from contextlib import closing
 

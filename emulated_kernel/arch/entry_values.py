@@ -97,9 +97,9 @@ class EntryValues:
     def at(self, addr: int) -> dict[str, list[ValuePlace]]:
         """Return a map: entry value -> locations that hold it before the instruction at `addr`.
 
-        An entry value is named by the register or stack word that held it at the function's entry. Stack
-        words are counted from the one above the return address. The result is empty if no path to the address
-        is known, or if the function has a jump table.
+        An entry value is named by the register (`di`) or stack word (`stack0`) that held it at the function's
+        entry. `stack0` is the word at sp or, if the call has pushed a return address, the word above this
+        address. The result is empty if no path to the address is known, or if the function has a jump table.
         Hazard: the result also names stack words above the parameters, which belong to the function's caller.
         Do not use their entry values: code that has a pointer to such a word may have changed the word.
         """

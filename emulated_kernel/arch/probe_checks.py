@@ -675,7 +675,7 @@ def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
 def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
     """Return the start of the range in `spans` that contains `addr`, or None if no range contains it.
 
-    The ranges are sorted and disjoint.
+    A range is its start, its end (exclusive) and perhaps a name. The ranges are sorted and disjoint.
     """
     # Without a key function, the ranges are compared in C.
     at = bisect_right(spans, (addr, _BEYOND)) - 1

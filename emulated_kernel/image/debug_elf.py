@@ -131,7 +131,10 @@ def _with_rest(section: MemorySection) -> Iterator[MemorySection]:
 def _symbols(
     bits: int, symbols: Sequence[NamedAddress], places: Sequence[tuple[int, int, int]]
 ) -> tuple[bytes, bytes]:
-    """Return a symbol table and its string table. `places`: (start, end, index) of each section of memory."""
+    """Return the contents of a symbol table and of its string table.
+
+    `places`: (start address, end address, index in the ELF file) of each section of memory.
+    """
     layout = struct.Struct("<IBBHQQ" if bits == 64 else "<IIIBBH")
     table = bytearray(layout.size)
     names = bytearray(b"\0")

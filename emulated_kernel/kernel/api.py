@@ -224,6 +224,8 @@ class Kernel:
     def disarm_all_kprobes(self) -> None:
         """Disarm all kprobes, as writing 0 to kprobes/enabled does. The kprobes stay registered.
 
+        Kprobes that are registered or enabled later stay disarmed until arm_all_kprobes() is called.
+
         Raises: KernelError EDEADLK (in a handler).
 
         Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1).
@@ -454,6 +456,9 @@ class Kernel:
     def set_optimized(self, kprobe: Kprobe[Any], wanted: bool) -> None:
         """Request the optimization of a probe's address; if `wanted` is False, keep the address unoptimized.
 
+        This concerns all probes at the address. After a call with False, the address stays unoptimized until
+        a call with True. False has no effect at an address without a detour.
+
         Raises: KernelError EINVAL (not registered), EOPNOTSUPP (no jump is possible; the message says why).
         """
         with self._control():
@@ -674,10 +679,7 @@ class Kernel:
             self.modules.unload(name)
 
     def loaded_modules(self) -> list[ModuleInfo]:
-        """Return the loaded modules, newest first.
-
-        Raises: KernelError EIO (the guest's list of modules is corrupt).
-        """
+        """Return the loaded modules, newest first, except those whose data the guest has damaged."""
         with self._control():
             return self.modules.loaded()
 

@@ -150,7 +150,10 @@ class AggrKprobe(AssemblyOwner):
     is_patched: bool = field(default=False, init=False)
     """Whether the text at the probed address has a jump to the detour."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
-    """The text after the breakpoint, as it was before the jump overwrote it."""
+    """The text after the breakpoint, as it was before the latest jump overwrote it.
+
+    The value is b"" before the first jump.
+    """
     is_held: bool = field(default=False, init=False)
     """Whether the user wants the probes to stay unoptimized."""
     jprobe: Kprobe | None = field(default=None, init=False, repr=False)
@@ -188,7 +191,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def is_disabled(self) -> bool:
-        """Whether the address is disarmed: all probes are disabled, or the probed code was freed."""
+        """Whether all probes of the address are disabled, or the probed code was freed."""
         return self.flags._value_ & _DISABLED_OR_GONE != 0
 
     @property
@@ -232,7 +235,7 @@ class AggrKprobe(AssemblyOwner):
 
     @property
     def entered_stub(self) -> CompiledCode | None:
-        """The stub that hits enter, or None; None also while a jump in the text leads to the detour."""
+        """The stub that hits enter; None without a stub, or while a jump in the text leads to the detour."""
         return None if self.is_patched else self.stub
 
     def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, Region | None]]:
@@ -363,7 +366,11 @@ class AggrKprobe(AssemblyOwner):
                 self.report(kprobe, error)
 
     def run_break_handler(self, regs: Regs) -> int | None:
-        """Call the break_handler of the member whose pre_handler returned a true value; return its result."""
+        """Call the break_handler of the member whose pre_handler returned a true value; return its result.
+
+        If the result is true, the probed instruction runs, and the hit ends. Otherwise the guest continues at
+        `regs.ip`.
+        """
         kprobe = self._stopped_by
         assert kprobe is not None
         assert kprobe.break_handler is not None

@@ -71,7 +71,12 @@ class Arming:
                 self._breakpoints.clear(head)
 
     def arm_all(self) -> None:
-        """Arm every probe that is not disabled. Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1)."""
+        """Undo disarm_all(): arm every probe that is not disabled.
+
+        Do nothing if disarm_all() was not called before.
+
+        Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1).
+        """
         if not self._table.all_disarmed:
             return
         self._table.all_disarmed = False
@@ -88,7 +93,10 @@ class Arming:
         self._log("kprobes: Kprobes globally enabled")
 
     def disarm_all(self) -> None:
-        """Disarm every probe. Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1)."""
+        """Disarm every probe. Until arm_all() is called, no probe is armed.
+
+        Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1).
+        """
         if self._table.all_disarmed:
             return
         self._table.all_disarmed = True

@@ -114,7 +114,10 @@ class ProbeText:
         yield from self._parts((*_handler(code, way), *rest), code.address + code.size, head)
 
     def _stub(self, head: AggrKprobe | None, code: CompiledCode) -> Iterator[str]:
-        """Yield the lines that show a compiled handler to which the breakpoint leads."""
+        """Yield the lines that show a compiled handler to which the breakpoint leads.
+
+        `head`: see _parts().
+        """
         end = code.address + code.size
         rest: tuple[CodePart, ...] = (CodePart("go on", code.copied),)
         if code.region is not None:

@@ -297,8 +297,10 @@ class Kprobes:
     def _finish_registration(self, head: AggrKprobe, kprobe: Kprobe) -> None:
         """Create the detour of probes that were registered disabled, if their address can have one.
 
-        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for
-        the probe's state, or before the probe is enabled. Many events are never enabled, and a detour takes
+        For an address with a single probe, _try_to_optimize() does this.
+
+        Linux creates the detour at the registration. Deviates: the detour is created when a user asks for the
+        probe's state, or before the probe is enabled. Many events are never enabled, and a detour takes
         memory and time.
         """
         if head.awaits_detour:

@@ -56,7 +56,10 @@ os.register_at_fork(after_in_child=_watch_in_child)
 
 
 def pending() -> int:
-    """Return the number of SIGINTs whose handler has not been called; callable from any thread."""
+    """Return the number of SIGINTs whose handler has not been called; callable from any thread.
+
+    Return 0 if signals are not recorded; see watch().
+    """
     if _pair is None:
         return 0
     reader = _pair[0]
@@ -72,7 +75,8 @@ def pending() -> int:
 def take() -> int:
     """Forget the recorded SIGINTs, and return their number, or 1 if none was recorded.
 
-    Python must have called their handlers already.
+    The handler of SIGINT calls this function: it handles at least one signal, even if signals are not
+    recorded.
     """
     if _pair is None:
         return 1

@@ -45,7 +45,7 @@ class Quantum:
         self.may_end: list[Callable[[], bool]] = []
         """Functions that must all return True at the end of a quantum.
 
-        If one returns False, the CPU runs one more instruction; see Machine.preempt_if.
+        If one returns False, the CPU runs one more instruction; see ProbedMachine.preempt_if.
         """
         callback = CODE_CALLBACK(self._count)
         routine = routine_address("end_quantum")

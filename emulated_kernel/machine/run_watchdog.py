@@ -247,7 +247,7 @@ class Watchdog:
     def _guard(self, started: float) -> None:
         """Stop the run if its budget is used up, or if it is unwanted or interrupted.
 
-        Then sleep until the next check. `started` is the time at which the run began.
+        Then sleep until the next check. `started` is the monotonic() time at which the run began.
         """
         self._sleeps_long = True
         is_unwanted = self._is_unwanted
@@ -266,8 +266,8 @@ class Watchdog:
     def _remaining(self, started: float) -> float:
         """Return a lower bound, in seconds, of the time that the run may still take.
 
-        `started`: the time at which the run began. After the first half of the budget, also begin to measure
-        the callbacks' time.
+        `started`: the monotonic() time at which the run began. After the first half of the budget, also begin
+        to measure the callbacks' time.
         """
         half = self._allowed / 2
         handlers = self._handler_time
@@ -285,10 +285,11 @@ class Watchdog:
         return self._half + half - (used - HANDLERS_FREE * handlers.until(cpu))
 
     def _cpu_of_run(self, started: float) -> float:
-        """Return the CPU time of the thread that runs the guest, and store it at the first call for a run.
+        """Return the CPU time, in seconds, of the thread that runs the guest.
 
-        `started`: the time at which the run began; another value means another run. CPU time is used
-        because, on a busy host, a run that waits for a CPU must not count as an endless loop.
+        At the first call for a run, also store this time as that of the run's start, in `_last_cpu`.
+        `started`: the monotonic() time at which the run began; another value means another run. CPU time is
+        used because, on a busy host, a run that waits for a CPU must not count as an endless loop.
         """
         cpu = self._last_cpu
         # The thread may have ended. Its clock, addressed by its id, can't be read then.

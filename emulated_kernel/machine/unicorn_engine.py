@@ -159,7 +159,10 @@ class Engine(CodeCache):
         self.address: int = handle.value
         self.handle = handle
         self.exit_switch: memoryview | None = None
-        """Unicorn's field no_exit_request; None if it was not found, or if its self-test failed."""
+        """View of Unicorn's field no_exit_request; None if it was not found, or if its self-test failed.
+
+        The field is 1 while runs are stopped only between blocks, else 0.
+        """
         self.is_held = False
         """Whether a debugger holds the guest, which must not run then."""
         self.parked: BaseException | None = None

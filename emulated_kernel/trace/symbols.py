@@ -64,7 +64,11 @@ class KernelSymbols:
         self.count_in_kernel = kallsyms.count_in_kernel
         """Returns the number of symbols with the name `NAME` outside of modules."""
         self.locate_each = kallsyms.locate_each
-        """Takes ascending addresses, and yields (name, offset, module) of the symbol at each, or None."""
+        """Takes ascending addresses, and yields (name, offset, module) of the symbol at each, or None.
+
+        None: no symbol contains the address. `offset`: bytes from the symbol's start to the address.
+        `module`: None for a symbol of the kernel itself.
+        """
         self.has_module = kallsyms.has_module
         """Returns True if a module with the given name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline: Callable[[int], bool] = (
@@ -126,7 +130,7 @@ class KernelSymbols:
             yield Symbol(FTRACE_TRAMPOLINE, piece.start, "t", len(piece)), piece
 
     def _lookup_generated(self, address: int) -> Location | None:
-        """Return the page of generated code that contains an address, or None if no such page contains it.
+        """Return symbol and offset of an address in a page of generated code; None for other addresses.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_buildid (v6.1), the part for BPF programs and ftrace
         trampolines.

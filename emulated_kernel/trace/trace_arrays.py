@@ -227,7 +227,9 @@ class TraceArrays(TaskObserver):
         """Move the records of another kernel's trace arrays to the arrays of the same names in this kernel.
 
         `former`: the trace arrays of the kernel that this kernel has replaced.
-        Raises: KernelError ENOMEM (no record was moved).
+        The saved names of tasks (saved_cmdlines) are moved too.
+
+        Raises: KernelError ENOMEM (no memory for the buffers; no record was moved).
         """
         pairs = [(self.top.array, former.top.array)]
         for name, tracing in self._instances.items():

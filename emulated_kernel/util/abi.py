@@ -43,7 +43,10 @@ class Hypercall(IntEnum):
     Argument: result of the task's last system call.
     """
     HOSTFS = 3
-    """A task uses a file that the host implements; arguments: HostfsOp, host file id, user buffer, count."""
+    """A task uses a file that the host implements; arguments: HostfsOp, host file id, user buffer, count.
+
+    OPEN has the flags of open(2), and MKDIR has the mode, in place of the user buffer.
+    """
     PANIC = 4
     """The kernel panicked; first argument: address of the message."""
     BOOTED = 5
@@ -51,7 +54,10 @@ class Hypercall(IntEnum):
     MODULE = 6
     """The module loader needs a service of the host; arguments: ModuleOp, 0, two arguments of the service."""
     CPU_UP = 7
-    """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area."""
+    """Start another CPU; arguments: CPU number, entry point, stack pointer, per-CPU area.
+
+    The answer is 0, or -EINVAL if there is no such CPU or it is already online.
+    """
     YIELD = 8
     """This CPU busy-waits for another CPU, so another CPU has to run; later, this CPU continues to wait."""
     KPROBES = 9
@@ -67,7 +73,11 @@ class HostfsWriter(IntEnum):
 
 
 class HostfsOp(IntEnum):
-    """Operation on a file of the host: the first argument of Hypercall.HOSTFS."""
+    """Operation on a file of the host: the first argument of Hypercall.HOSTFS.
+
+    READ and WRITE answer with the number of bytes, OPEN with a HostfsWriter, and the others with 0. If an
+    operation fails, the answer is -errno.
+    """
 
     OPEN = 0
     READ = 1
@@ -84,10 +94,10 @@ class ModuleOp(IntEnum):
     PLACE = 1
     """Copy code into text that ALLOC returned; arguments: address of the text, address of the code.
 
-    The size of the code is the allocated size.
+    The size of the code is the allocated size. The answer is 0 or -errno.
     """
     FREE = 2
-    """Free memory; argument: an address that ALLOC returned."""
+    """Free memory; argument: an address that ALLOC returned; answer: 0 or -EINVAL (not allocated)."""
     NOTIFY = 3
     """Report a new module state; arguments: ModuleState, address of the struct module.
 

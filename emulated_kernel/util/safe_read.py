@@ -61,7 +61,7 @@ def is_word(value: object) -> bool:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """Return (device, inode, size, mtime) of a file.
+    """Return (device, inode, size in bytes, mtime in nanoseconds) of a file.
 
     Callers assume that the contents are unchanged while this tuple is unchanged.
     Raises: OSError.

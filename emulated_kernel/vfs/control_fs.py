@@ -555,7 +555,10 @@ class GuestCalls:
             act()
 
     def truncate(self, client: Client, path: str, act: Callable[[], None]) -> None:
-        """Call `act`, which truncates the file at `path`, and repeat the client's call in the guest."""
+        """Call `act` for a client's truncate call on the file at `path`, and repeat the call in the guest.
+
+        `act` only checks the arguments of the call, because control files have no size.
+        """
         del path
         with self.request(client):
             act()
@@ -761,7 +764,10 @@ class ControlFs(FileSystem):
                 self.watcher.removed(path)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        """Do nothing: control files have no size. Raises: KernelError EISDIR, EINVAL (a negative size)."""
+        """Repeat the client's call in the guest, and do nothing else: control files have no size.
+
+        Raises: KernelError EISDIR, EINVAL (a negative size), and the errors of NodeTree.lookup().
+        """
         with self.lock:
             tree = self.tree
             self.calls.truncate(client, path, lambda: tree.truncate(client, path, size))

@@ -48,7 +48,10 @@ class StatfsLayout:
     """Layout of one variant of struct statfs, such as the struct statfs64 of i386."""
 
     fields: struct.Struct
-    """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags."""
+    """Layout: type, block size, five counts, two words of fsid, name length, fragment size, flags.
+
+    The counts: blocks, free blocks, available blocks, inodes, free inodes.
+    """
     sizes: tuple[int, ...] = ()
     """Sizes of the structure that the system call accepts in its second argument, before the buffer.
 

@@ -88,7 +88,10 @@ class Credentials:
 
     @cached_property
     def identity(self) -> tuple[str, bytes]:
-        """Return the pid namespace of the process, and its pid in that namespace. Raises: OSError."""
+        """Return (pid namespace as the text of the link /proc/PID/ns/pid, pid in that namespace as digits).
+
+        Raises: OSError.
+        """
         return os.readlink("ns/pid", dir_fd=self._directory), self._number
 
     @cached_property
@@ -185,7 +188,8 @@ class Lookup:
     def _take_ids(self) -> None:
         """Give this thread the task's ids, because FUSE and file modes check them.
 
-        The thread keeps its permitted capabilities.
+        The thread keeps its permitted capabilities. If _is_of_command(), those that are effective for the
+        task become effective; otherwise, none is effective.
         """
         setgroups, setresgid, setresuid = this_machine().ids
         if _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0):
@@ -306,7 +310,10 @@ class Lookup:
         self._set_effective(self._permitted)
 
     def _set_effective(self, capabilities: int) -> None:
-        """Set this thread's effective capabilities to those of `capabilities` that are permitted."""
+        """Set this thread's effective capabilities to those of `capabilities` that are permitted.
+
+        `capabilities`: a mask of bits, as CapEff in /proc/PID/status.
+        """
         permitted = self._permitted
         effective = capabilities & permitted
         header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)

@@ -36,9 +36,10 @@ class Image:
     boot_seconds: float | None
     """CPU time in seconds that the boot took."""
     kept: str | None
-    """Text about what the snapshot contains, such as "tables" or "boot, seed 7".
+    """Text about what the snapshot contains: "tables", "dump", or "boot" and how it differs from the default.
 
-    None if there is no snapshot or it is damaged.
+    "tables": no boot, but facts for `kprobefs explain`. "dump": a vmcore. "boot, seed 7": a boot with this
+    seed. None if there is no snapshot or it is damaged.
     """
 
 

@@ -111,7 +111,7 @@ class Result:
     run is skipped, it is the last line of the command's output.
     """
     hint: str = ""
-    """The first hint that `run` has added to the log, without its prefix; "" if there is none."""
+    """The first line of the log that matches ADVICE_LINES, without its prefix; "" if there is none."""
     is_skipped: bool = False
     """Whether the command has exited with SKIPPED, or was a pytest that has skipped all of its tests."""
     has_lost_kernel: bool = False
@@ -221,7 +221,8 @@ def run_all(
     """Run the command on each kernel, `jobs` at a time; return the results in the order of the kernels.
 
     `logs`: directory for the logs. `ended` is called after each run. SIGINT and SIGTERM end the runs that
-    have begun, and no other run begins. Raises: OSError (a log cannot be written).
+    have begun, and no other run begins. The result of a kernel whose run has not begun has the status
+    INTERRUPTED. Raises: OSError (a log cannot be written).
     """
     runs = _Runs()
     with ThreadPoolExecutor(jobs) as pool, runs.stopped_by_signals():
@@ -248,7 +249,9 @@ def run_on_workers(
     scheduler: str,
     ended: Callable[[Result], None],
 ) -> list[Result]:
-    """Run the command on each kernel, on the workers of a Dask cluster; return the results.
+    """Run the command on each kernel, on the workers of a Dask cluster.
+
+    Return the results in the order of the kernels.
 
     `logs`: directory for the logs. `scheduler`: address of the cluster's scheduler. `ended` is called after
     each run. On the workers, the kernels' and the command's files must have the same paths as here. The
@@ -319,7 +322,8 @@ class _Runs:
     def call(self, process: subprocess.Popen[bytes]) -> int:
         """Wait until a process has ended, and return its exit status.
 
-        SIGINT and SIGTERM end the process. Return INTERRUPTED if one of them came during the wait.
+        Within stopped_by_signals(), SIGINT and SIGTERM end the process. Return INTERRUPTED if one of them
+        came during the wait.
         """
         self._processes.add(process)
         try:

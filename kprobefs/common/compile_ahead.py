@@ -148,7 +148,8 @@ class CompileAhead:
     def _read_record(self) -> bool:
         """Read the code of the next module from the file, and store it in `_codes`.
 
-        Return True if the code was read, or False if the compiling process has not written all of it yet.
+        `_codes` is a map: (path of a module, hash of its source) -> code. Return True if the code was read,
+        or False if the compiling process has not written all of it yet.
         """
         size = _SIZE.size
         head = os.pread(self._file, size, self._position)

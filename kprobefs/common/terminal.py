@@ -59,8 +59,8 @@ def has_colours(stream: TextIO) -> bool:
 def wrap(text: str, stream: TextIO, indent: str = "", first: str = "", columns: int | None = None) -> str:
     """Return a line of text, broken between words if the line is too long for the terminal.
 
-    `indent`: start of each further line. `first`: text before the line. `columns`: maximum number of
-    columns if the stream is not a terminal; None: no maximum.
+    `indent`: start of each further line. `first`: text before the line, which is a part of the result.
+    `columns`: maximum number of columns if the stream is not a terminal; None: no maximum.
     A text of several lines stays unchanged, because it may have a caret that points at a column of the line
     above. The terminal breaks both lines at the same column.
     """
@@ -78,7 +78,7 @@ def lines_of(text: str, columns: int, indent: str = "", first: str = "") -> list
     """Return a line of text as lines of at most `columns` characters, broken only at blanks.
 
     A longer word, such as a path, stays whole, so that it can be copied. `indent`: start of each further
-    line. `first`: text before the line.
+    line. `first`: start of the first line.
     """
     from textwrap import wrap
 

@@ -16,7 +16,10 @@ log = logging.getLogger("kprobefs")
 PIPE_SIZE = 1 << 16
 """Capacity of a pipe in bytes. Mirrors: pipe(7)."""
 PROGRAM = "import sys; sys.path[:] = {paths!r}; from kprobefs.__main__ import main; sys.exit(main())"
-"""Python program that runs kprobefs with the same packages as this process."""
+"""Python program that runs kprobefs with the same packages as this process.
+
+`{paths!r}` stands for the directories in which it looks for packages.
+"""
 END_TIMEOUT = 1.0
 """Maximum seconds that the process may take to exit after it has closed its standard error."""
 

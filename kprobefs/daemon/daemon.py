@@ -233,7 +233,8 @@ class DaemonStart:
     def _notify_starter(self, message: bytes, *, keeps_log: bool = True) -> bool:
         """Send a message to the starting process, unless another message was sent before.
 
-        `keeps_log`: if False, remove the daemon's own log before the message is sent.
+        `message`: READY, or an exit status in one byte and the text of an error. `keeps_log`: if False,
+        remove the daemon's own log before the message is sent.
 
         Return False if another message was sent before, else True, even if the starting process is dead.
         """

@@ -106,9 +106,9 @@ class RebootableKernel:
     ) -> None:
         """Boot the first kernel, and restore what an earlier daemon has saved in `state`.
 
-        `state`: None if nothing is saved. `layout`, `owner`: directories and owner of the mount's files.
-        `watch` is called for each kernel, and returns the kernel's view of the host's processes. Raises: as
-        Kernel.
+        `state`: also saves the state of the kernel from now on; None without option --state. `layout`,
+        `owner`: directories and owner of the mount's files. `watch` is called for each kernel, and returns
+        the kernel's view of the host's processes. Raises: as Kernel.
         """
         self._watch = watch
         self._layout = layout
@@ -210,8 +210,8 @@ class RebootableKernel:
     def _reboot(self) -> Iterator[None]:
         """Do the work of reboot() in steps. The control lock is held during each step.
 
-        Between two steps, the old kernel serves requests, except changes of control files, which wait for
-        the end of the reboot. Raises: KernelError.
+        Between two steps, the old kernel serves requests, except changes of control files, which wait for the
+        end of the reboot. Raises: as reboot().
         """
         old = self._kernel
         # A collection would look at all objects of both kernels, which stops all threads.

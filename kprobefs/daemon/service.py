@@ -67,7 +67,10 @@ class StartUp:
         self._wake = wake
         self._deadline = time.monotonic() + APPLY_TIMEOUT
         self.remark = "" if applying is None else "applying definitions"
-        """Text for the service manager's status line: what this phase does, or that it failed; else ""."""
+        """Text for the service manager's status line: what this phase does, or that it failed; else "".
+
+        It is "" if no child process applies files, or after all definitions were applied.
+        """
         if applying is not None:
             wake.watch(applying.descriptor, self._read)
 
@@ -96,7 +99,10 @@ class WatchdogReports:
 
     def __init__(self, watchdog: ServiceWatchdog | None, wake: Wake) -> None:
         self.condition = "serving"
-        """The latest state of the mount that the watchdog process has reported."""
+        """The latest state of the mount that the watchdog process has reported.
+
+        It is `serving` before the first report.
+        """
         self._watchdog = watchdog
         self._wake = wake
         if watchdog is not None:
@@ -268,8 +274,8 @@ class Service:
     def _wait(self, watchdog: ServiceWatchdog | None, start_up: StartUp) -> None:
         """Wait until the service must end. In the meantime, send the mount's state to the service manager.
 
-        `watchdog`: the process that checks the mount's state, or None. `start_up`: the phase in which the
-        *.probes files are applied.
+        `watchdog`: the process that checks the mount's state; None if the service manager expects no
+        keep-alives. `start_up`: the phase in which the *.probes files are applied.
         """
         status = ServiceStatus(escape_for_terminal(self._options.directory))
         reports = WatchdogReports(watchdog, self._wake)

@@ -77,7 +77,11 @@ class Loader:
         self._is_new = is_new
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
-        """Events that earlier lines have defined. Another line for one of these events adds a probe to it."""
+        """Events, as GROUP/NAME, that earlier lines have defined.
+
+        Another line for one of these events adds a probe to it. "" is in the set if the kernel has chosen the
+        name of such an event.
+        """
         self._error_logs = {"": self._read("error_log")}
         """Directory of a trace array ("" or instances/NAME/) -> text of its error_log, as last read."""
         self._known: _ExistingDefinitions | None = None
@@ -482,8 +486,9 @@ class _Trigger:
     def key(self, *, is_named: bool = True) -> tuple[str, ...]:
         """Return a tuple that is equal for a trigger and each trigger that covers it.
 
-        `is_named`: include the name of a histogram. If False, leave the name out, to find the histogram for a
-        command that gives no name.
+        For a histogram, it contains the condition, the keys and the name; otherwise, the command and the
+        condition. `is_named`: include the name of a histogram. If False, leave the name out, to find the
+        histogram for a command that gives no name.
         """
         if not self._is_hist:
             return (self._head, self._condition)

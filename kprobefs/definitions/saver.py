@@ -157,7 +157,10 @@ def _definitions(lines: Iterable[str], default_maxactive: Callable[[], int]) -> 
 
 
 def _pause(number: int) -> tuple[str, ...]:
-    """Return (PAUSE,) if the event with the index `number` is the first of a step, else an empty tuple."""
+    """Return (PAUSE,) if the event with the index `number` is the first of a step, else an empty tuple.
+
+    For PAUSE, see saved_in_steps().
+    """
     return () if number % EVENTS_PER_STEP else (PAUSE,)
 
 

@@ -132,7 +132,7 @@ class KnownNodes:
         """
         self._names = names
         self.device = -1
-        """Descriptor of /dev/fuse."""
+        """Descriptor of /dev/fuse, which ReplyChannels sets; -1 before that."""
         self._lock = threading.Lock()
         """Lock around each change of this object's maps, and around sending a reply to a LOOKUP.
 
@@ -141,7 +141,7 @@ class KnownNodes:
         self.by_id: dict[int, Node] = {FUSE_ROOT_ID: Node("", FUSE_ROOT_ID, 0)}
         self.by_name: dict[_Key, Node] = {}
         self._names_of: dict[int, _Key] = {}
-        """Node id -> key of the node in `by_name`."""
+        """Node id -> (node id of its directory, its name), which is the key of the node in `by_name`."""
         self._answered: dict[int, int] = {}
         """Node id -> number of LOOKUPs that answer() has answered and that no FORGET has included yet."""
         self._are_allowed = may_last

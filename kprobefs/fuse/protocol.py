@@ -57,14 +57,20 @@ FORGET_ONE_OFFSET = IN_HEADER.size + 8
 LINK_IN = struct.Struct("=Q")
 """Layout of struct fuse_link_in: oldnodeid."""
 INVALIDATION = struct.Struct("=IiQQqq")
-"""Layout of struct fuse_out_header and struct fuse_notify_inval_inode_out: ino, off, len."""
+"""Layout of a struct fuse_out_header and a struct fuse_notify_inval_inode_out.
+
+Their fields are len, error and unique, and then ino, off and len.
+"""
 FUSE_NOTIFY_INVAL_INODE = 2
 """Value of the field `error` in a message that invalidates an inode.
 
 If `off` is negative, only the attributes are invalidated.
 """
 ENTRY_INVALIDATION = struct.Struct("=IiQQII")
-"""Layout of a fuse_out_header and a fuse_notify_inval_entry_out: parent, namelen, flags. The name follows."""
+"""Layout of a struct fuse_out_header and a struct fuse_notify_inval_entry_out. The name follows.
+
+Their fields are len, error and unique, and then parent, namelen and flags.
+"""
 FUSE_NOTIFY_INVAL_ENTRY = 3
 """Value of the field `error` in a message that invalidates a name."""
 FUSE_EXPIRE_ONLY = 1

@@ -113,7 +113,7 @@ class ReplyChannels:
         the class. `nodes` records the nodes of control files. If `nodes` is None, no node is recorded.
         """
         self.channel: int = library.fuse_session_next_chan(session, None)
-        """The session's own channel, through which replies are sent unchanged."""
+        """Address of the session's own struct fuse_chan, through which replies are sent unchanged."""
         self.device: int = library.fuse_chan_fd(self.channel)
         self.request_size: int = library.fuse_chan_bufsize(self.channel)
         """Maximum size of a request in bytes."""
@@ -155,7 +155,8 @@ class ReplyChannels:
 
         `self.channel` passes a reply on unchanged; most other channels change it. The effects of lookups,
         renames, links and forgotten nodes are noted, because later replies depend on them.
-        `node` is the node id in the request, and `size` is the size of the request in bytes.
+        The result is the address of a struct fuse_chan. `node` is the node id in the request, and `size` is
+        the size of the request in bytes.
         """
         if opcode == FUSE_INIT:
             (flags, _) = INIT_IN.unpack_from(request, IN_HEADER.size)
@@ -252,9 +253,9 @@ class ReplyChannels:
             os.write(self.device, INVALIDATION.pack(size, FUSE_NOTIFY_INVAL_INODE, 0, node, -1, 0))
 
     def _changed_by(self, change: Callable[[bytearray], None]) -> int:
-        """Return a new channel that calls `change` with each reply before it sends the reply.
+        """Return the address of a new channel that calls `change` with each reply before it sends the reply.
 
-        If there is no memory for the channel, return the session's own channel.
+        If there is no memory for the channel, return `self.channel`, which changes nothing.
         """
 
         def send(_channel: int, pieces: Any, count: int) -> int:
@@ -281,8 +282,9 @@ class ReplyChannels:
     def _let_directory_last(self, reply: bytearray) -> None:
         """In a reply to LOOKUP, give a directory's name a validity of VALIDITY seconds, its attributes none.
 
-        Also record the directory's node id. A reply to the LOOKUP of another file stays unchanged. In a reply
-        to GETATTR, the attributes do not stay valid, either. So each stat(2) is still a request.
+        Also record the directory's node id, for which is_lasting() then returns True. A reply to the LOOKUP
+        of another file stays unchanged. In a reply to GETATTR, the attributes do not stay valid, either. So
+        each stat(2) is still a request.
         """
         if len(reply) == ATTR_REPLY_SIZE:
             reply[ATTR_VALIDITIES] = bytes(12)

@@ -240,10 +240,11 @@ class SessionLoop:
         self._abandoned: dict[int, _LoopState] = {}
         """`unique` of a WRITE that was answered before its end -> state of the thread that executes it.
 
-        The entry of a WRITE may remain for some time after the WRITE has ended.
+        The early answer was sent because the client was killed. The entry of a WRITE may remain for some time
+        after the WRITE has ended.
         """
         self._postponed: dict[int, int] = {}
-        """`unique` of an abandoned WRITE -> handle fh that is released at the end of the WRITE."""
+        """`unique` of a WRITE in `_abandoned` -> handle fh that is released at the end of the WRITE."""
         self._answers: dict[int, Callable[[KnownNodes, bytearray, int], bytes | int | None]] = {
             FUSE_LOOKUP: self._look_up,
             FUSE_GETATTR: self._get_attributes,
@@ -487,9 +488,9 @@ class SessionLoop:
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EINTR, unique))
 
     def _postpones(self, handle: int) -> bool:
-        """Leave the release of `handle` to the thread that executes an abandoned WRITE to it; return True.
+        """Let the thread that executes an abandoned WRITE to `handle` release the handle; return True.
 
-        Return False if there is no such thread.
+        Return False if there is no such thread. Abandoned WRITEs: see `_abandoned`.
         """
         for unique, state in self._abandoned.copy().items():
             if state.is_writing(unique) and state.handle == handle:

@@ -220,8 +220,8 @@ def _hooked(
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
     """Prepare a return hook of FUNCTION by a kretprobe or an fprobe, whose handlers write to `ring`.
 
-    Return (function that switches hooking on or off, function that returns the hook while hooking is on,
-    kretprobe or None).
+    Return (function that switches hooking on or off, function that returns the hook while hooking is on, the
+    kretprobe, or None for an fprobe).
     """
     nodes = case.tasks + case.cpus
     fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)

@@ -63,7 +63,8 @@ class Coverage:
     pairs: int | None = None
     """Number of optimizable instructions as the RISC-V patch counts them; None under other policies.
 
-    The authors of the patch ("Add OPTPROBES feature on RISCV") count in another way than kprobefs.
+    The authors of the patch ("Add OPTPROBES feature on RISCV") look at pairs: among other conditions, the
+    instruction and its successor must both be movable.
     """
     seconds: float = 0.0
     """CPU time of the analysis in seconds."""
@@ -388,7 +389,8 @@ _TACTIC = "+"
 def _encoded(piece: Sequence[Sequence[Counting]]) -> list[Any]:
     """Return the counts of a piece as lists and dictionaries for JSON, which _decoded() reads.
 
-    `piece`: for each function of the piece, its counts in each kernel.
+    `piece`: for each function of the piece, its counts in each kernel. Each Counting becomes a list: a map
+    name of a reason -> number of instructions, `pairs`, and `seconds`.
     """
     return [
         [

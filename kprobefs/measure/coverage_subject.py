@@ -290,7 +290,7 @@ class RecordedTables:
     """
 
     def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
-        """Decode recorded functions. `about` is the file's entry "_meta"; `functions` is name -> entry.
+        """Decode recorded functions. `about` is the file's entry "_meta"; `functions`: name -> its entry.
 
         Raises: ValueError, KeyError, TypeError, AttributeError (the JSON is not a recording).
         """

@@ -33,7 +33,10 @@ class HostLoad:
 
 
 def _cpu_times() -> list[int]:
-    """Return the times of all CPUs up to the stolen time, in clock ticks; [] if there is no /proc/stat."""
+    """Return the times user to steal of /proc/stat, in clock ticks; [] if there is no /proc/stat.
+
+    Each time is the sum over all CPUs.
+    """
     try:
         first, _, _ = _STAT.read_text(encoding="ascii").partition("\n")
     except OSError:

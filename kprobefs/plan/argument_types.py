@@ -202,7 +202,8 @@ class _Walk:
         `reads_byte`: only one byte is read. If this is a byte of a big-endian number, the result is no
         members and None, because reading any byte of such a number is sensible.
 
-        If a member or such a byte is found, also append the set of their names to self.members.
+        If members that begin at `offset` are found, also append the set of their names to self.members. For a
+        byte of a big-endian number, the name is `byte INDEX of NUMBER`.
         """
         found: list[_Named] = []
         targets = [pointed_to(self._btf, each) for each in pointers]
@@ -254,9 +255,10 @@ class _Walk:
         return f"{message}; right only if it is part of a larger structure or an array"
 
     def _of_larger(self, structure: int, offset: int) -> list[str]:
-        """Return the names of the members at `offset` in larger structures that begin with `structure`.
+        """Return STRUCTURE.MEMBER for members at `offset` in larger structures that begin with `structure`.
 
-        The kernel casts pointers to such structures: a `struct sock *` often points to a tcp_sock.
+        The kernel casts pointers to such structures: a `struct sock *` often points to a tcp_sock. Return at
+        most SHOWN names, the least nested members first.
         """
         found: list[str] = []
         waiting = [structure]

@@ -133,10 +133,10 @@ def _place(text: str, line: Line, finding: Finding) -> tuple[int, int | None]:
 
 
 def _results(checked: CheckedFile) -> Iterator[tuple[str, str, Finding, tuple[int, int | None]]]:
-    """Yield (path, kernel's name, finding, its place in the file) for each finding; see sarif_log().
+    """Yield (path, kernel's name, finding, (line, column) of the finding) for each finding; see sarif_log().
 
-    A finding that holds for a kernel on all CPUs is yielded once, with the kernel's name. For other findings,
-    the CPUs are added to the name.
+    For line and column, see _place(). A finding that holds for a kernel on all CPUs is yielded once, with the
+    kernel's name. For other findings, the CPUs are added to the name.
     """
     cpus: dict[str, list[str]] = {}
     found: dict[tuple[str, str, Finding, tuple[int, int | None]], list[str]] = {}

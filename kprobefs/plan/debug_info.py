@@ -14,7 +14,7 @@ from kprobefs.common.output_file import OutputFile
 def run(output: str | None, *, arch: str | None, image: str | None) -> None:
     """Write the file `output`, or vmlinux-RELEASE.debug in the current directory, and print its path.
 
-    `arch`: architecture of a kernel of kprobefs's own. `image`: a distribution's kernel instead.
+    `image`: a distribution's kernel; None: kprobefs's own kernel for `arch`, or for x86_64 if `arch` is None.
     Raises: CliError (no such kernel, it has no BTF, or the file cannot be written), KernelError ENOENT (no
     kernel for `arch`).
     """

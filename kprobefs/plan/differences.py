@@ -41,7 +41,8 @@ def warn_of_differences(checked: Sequence[tuple[PlannedKernel, Sequence[Answer]]
 def _other_insns(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
     """Yield (answers, warning) if the line's place is not the same instruction in all kernels.
 
-    An offset belongs to one build of a kernel; in another build, the probe is elsewhere in the function.
+    The answers are those of the kernels that the warning concerns. An offset belongs to one build of a
+    kernel; in another build, the probe is elsewhere in the function.
     """
     known = [(kernel, answer) for kernel, answer in row if answer.insn]
     texts = [(kernel, _OPERAND_ADDRESS.sub("", answer.insn), answer.insn) for kernel, answer in known]
@@ -80,7 +81,8 @@ def _is_narrow(reads: Sequence[Read]) -> bool:
 def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
     """Yield (answers, warning) for each parameter, or result, that the kernels declare differently.
 
-    Parameters that all fetch arguments read in the smallest size are left out; see _is_narrow().
+    The answers are those of the kernels that the warning concerns. Parameters that all fetch arguments read
+    in the smallest size are left out; see _is_narrow().
     """
     arguments = [[read for _, _, read in known] for known in _by(row, lambda read: read.arg).values()]
     wide = {read.base for reads in arguments if not _is_narrow(reads) for read in reads}
@@ -96,8 +98,8 @@ def _other_parameters(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
 def _other_members(row: Row) -> Iterator[tuple[Sequence[Answer], Finding]]:
     """Yield (answers, warning) for each fetch argument whose offsets lead to other members in some kernels.
 
-    A fetch argument whose parameter differs is left out. Members that share an offset, in a union, count as
-    the same if one of them is in all kernels.
+    The answers are those of the kernels that the warning concerns. A fetch argument whose parameter differs
+    is left out. Members that share an offset, in a union, count as the same if one of them is in all kernels.
     """
     for known in _by(row, lambda read: read.arg).values():
         if len({read.kind for _, _, read in known}) > 1:

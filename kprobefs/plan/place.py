@@ -72,10 +72,11 @@ def passed_symbol(name: str, where: Location, kallsyms: Kallsyms) -> Symbol | No
 
 
 def place_in_any_boot(address: int, kallsyms: Kallsyms) -> str:
-    """Return a text for `address` that is valid in each boot, even if KASLR moves the kernel.
+    """Return a text for `address`; if possible, one that stays valid if KASLR moves the kernel.
 
-    The text is SYMBOL+OFFSET if the symbol's name is unique. Otherwise it is _stext+OFFSET. For an address in
-    a module, or if _stext is unknown or not unique, it is the address itself.
+    The text is SYMBOL+OFFSET if the symbol's name is unique. Otherwise it is _stext+OFFSET. But for an
+    address in a module, or if _stext is unknown or not unique, it is the number, which is valid only in this
+    boot.
     """
     where = kallsyms.lookup(address)
     if where is not None and kallsyms.count_name(where.name) == 1:
@@ -130,9 +131,9 @@ def _named(text: str, tables: ProbedTables) -> tuple[Symbol, int, tuple[Symbol, 
 
 
 def nearest_in_module(name: str, tables: ProbedTables) -> list[str]:
-    """Return functions of a loaded module with names similar to `name`.
+    """Return functions with names similar to `name`, from the loaded module that `name` names.
 
-    `name` and the results have the form MODULE:SYMBOL.
+    `name` and the results have the form MODULE:SYMBOL. The list is empty if the module is not loaded.
     """
     where, _, symbol = name.partition(":")
     module = tables.find(where) if isinstance(tables, LiveImage) else None

@@ -293,7 +293,8 @@ class PlannedKernel:
     def other_variants(self, symbol: Symbol) -> Iterator[Variant]:
         """Yield variants with a function's return instructions as boot rewrites them on other CPUs.
 
-        There is one variant for each way in which boot may rewrite them.
+        There is one variant for each further way in which boot may rewrite them, besides that of variant().
+        There is none if the kernel has no return thunks or has booted already.
         """
         return (self._as_booted(symbol, returns) for returns in self._returns[1:])
 
@@ -397,7 +398,10 @@ class PlannedKernel:
         return not self.has_own_tracefs or bool(self.tables.kallsyms.count_name(function))
 
     def argument_count(self, function: str) -> int | None:
-        """Return the number of a function's parameters in the built-in kernel; None if it isn't known."""
+        """Return the number of a function's parameters.
+
+        Return None if it isn't known, as for all functions of a kernel other than the built-in one.
+        """
         return self._argument_counts.get(function)
 
     @cached_property

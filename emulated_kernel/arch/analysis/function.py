@@ -36,7 +36,10 @@ class Function:
     The code is shorter than `size` if part of the text couldn't be read.
     """
     fentry_sites: tuple[PatchSite, ...] = ()
-    """Fentry sites inside the function (its mcount locations)."""
+    """Fentry sites inside the function (its mcount locations); empty if they count as plain nops.
+
+    After ProbeChecker.refuse_sites(), each instruction of a site is a PatchSite of its own.
+    """
     exception_entries: frozenset[int] = frozenset()
     """Addresses of the instructions that have a fixup in __ex_table."""
     bug_entries: frozenset[int] = frozenset()

@@ -43,7 +43,11 @@ class Flow(Enum):
 
 
 class Frame:
-    """Known contents of registers and stack slots before the instruction at one address."""
+    """Known contents of registers and stack slots before the instruction at one address.
+
+    `regs`: name of a register -> its value. `slots`: address of a stack slot, as a Value from CFA or ALIGNED
+    -> value in it. What is missing is unknown.
+    """
 
     __slots__ = ("regs", "slots")
 

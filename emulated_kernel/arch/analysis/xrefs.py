@@ -66,7 +66,9 @@ class XrefIndex:
         self._windows = windows
         self._distance = distance
         self._unsorted: dict[int, Ways] | None = None
-        """Number of a window -> unsorted references into the window; None until all references are indexed.
+        """Number of a window -> unsorted references into it; None until all references are indexed.
+
+        The number is the window's first address, divided by 16 KiB.
 
         Windows that have been sorted are removed.
         """

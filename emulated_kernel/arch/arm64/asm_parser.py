@@ -151,7 +151,10 @@ class _Line:
 
     @classmethod
     def of(cls, statement: Statement, labels: Mapping[str, int]) -> _Line:
-        """Parse a statement. Raises: KernelError EINVAL (a jump without a label)."""
+        """Parse a statement. `labels`: its keys are the labels of the handler's text.
+
+        Raises: KernelError EINVAL (a jump to anything but one of these labels).
+        """
         text = hexadecimal_numbers(statement.text)
         name, *more = text.split(None, 1)
         name = name.lower()
@@ -220,7 +223,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Effect:
-    """The registers that an instruction reads and writes, as masks."""
+    """The registers that an instruction reads and writes, as masks: bit N stands for xN."""
 
     reads: int
     writes: int

@@ -84,7 +84,7 @@ class Lowering(ABC):
 
     encoding: ClassVar[Encoding]
     zero: ClassVar[int]
-    """Number of the register that always contains 0, if the architecture has one."""
+    """Number of the register that always contains 0; not set for an architecture without such a register."""
     _methods: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -104,7 +104,10 @@ class Lowering(ABC):
         self._breakpoint = breakpoint_
         self._before_host = before_host
         self.slots: set[int] = set()
-        """Slot numbers of the saved values (registers at the hit) that the code reads."""
+        """Slot numbers of the saved values (registers at the hit) that the code reads.
+
+        A slot number is the register's number, but the flags and, on x86, sp have numbers of their own.
+        """
         self.blocks: list[Block] = []
         self._by_assembly: frozenset[int] = frozenset()
         """Registers that assembly handlers of the program write.

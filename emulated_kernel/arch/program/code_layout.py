@@ -45,7 +45,7 @@ class Block:
         self.jumps: list[tuple[int, int]] = []
         """Jumps of the block: offset of the missing target, and number of the label to jump to."""
         self.host_calls: list[tuple[int, int, int]] = []
-        """Host calls of the block: offset of the trap, number of the call, number of the label.
+        """Host calls of the block: offset of the trap, CallHost.number of the call, and number of the label.
 
         Control continues at the label if the host's action returns False.
         """

@@ -210,7 +210,7 @@ class _SourceLine:
         return branch(_BRANCHES[self.name], self.register(0), self.register(1), target - at)
 
     def memory(self, index: int) -> tuple[int, int]:
-        """Return the base register's number and the offset in bytes of the memory operand number `index`.
+        """Return (number of the base register, offset in bytes) of operand `index`, which is OFFSET(BASE).
 
         Raises: KernelError EINVAL (the operand is no address).
         """

@@ -73,7 +73,8 @@ Jump = Callable[[int, int], bytes]
 LinkedCall = Callable[[int, int, int, int], bytes]
 """Function that encodes a jalr whose base register also receives the return address.
 
-Its arguments are the address of the code, the register, the offset from it, and the return address.
+Its arguments are the address of the code, the number of the register, the offset of the target from the
+register's value, and the return address.
 """
 
 

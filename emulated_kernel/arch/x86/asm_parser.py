@@ -52,7 +52,10 @@ _BASE = 1 << 20
 A label has the address of the statement after it.
 """
 _PLACE = 1 << 24
-"""Address that keystone assembles in place of a cell (per-CPU variable of the handler); see _to_cell()."""
+"""Address that keystone assembles in place of a cell (per-CPU variable of the handler).
+
+For an operand such as cell + 4, it assembles this address + 4. _to_cell() then inserts the cell.
+"""
 
 
 class X86Assembler(Assembler):
@@ -146,7 +149,8 @@ class X86Assembler(Assembler):
     def _check_size(self, statement: Statement, insn: Any) -> None:
         """Check that the memory operand has the size that the statement names.
 
-        For i386, keystone accepts sizes that exist only in 64-bit mode.
+        For i386, keystone accepts sizes that exist only in 64-bit mode. Raises: KernelError EINVAL (another
+        size).
         """
         written = _SIZE.search(statement.text)
         size = _memory_size(insn)
@@ -158,7 +162,7 @@ class X86Assembler(Assembler):
     def _check_number(self, statement: Statement, text: str, insn: Any) -> None:
         """Check that the assembled immediate is the number in the statement.
 
-        Keystone truncates a number that doesn't fit.
+        Keystone truncates a number that doesn't fit. Raises: KernelError EINVAL (such a number).
         """
         written = _LAST_NUMBER.search(text.lower())
         if written is None:
@@ -172,7 +176,7 @@ class X86Assembler(Assembler):
     def _check_displacement(self, statement: Statement, text: str, insn: Any) -> None:
         """Check that the assembled displacement is the number in the statement.
 
-        Keystone truncates a number that doesn't fit.
+        Keystone truncates a number that doesn't fit. Raises: KernelError EINVAL (such a number).
         """
         number = _displacement(text)
         if (insn.memory_displacement - number) % (1 << self._bits):
@@ -181,8 +185,9 @@ class X86Assembler(Assembler):
     def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
         """Change an instruction's memory operand from the placeholder `place` to a cell (per-CPU variable).
 
-        `offset` is the cell's offset from the base of per-CPU data.
-        Raises: KernelError EINVAL (the instruction can't have a cell as an operand).
+        `offset`: the cell's offset from the base of per-CPU data. `place`: _PLACE + offset of the operand in
+        the cell. Raises: KernelError EINVAL (the instruction can't have a cell as an operand, or the operand
+        is not completely inside the cell).
         """
         from iced_x86 import Mnemonic, Register
 

@@ -67,7 +67,7 @@ def immediates(sign: int, text: Iterable[tuple[int, int]], addr: int, code: byte
     """Yield (value, address) of each 32-bit word in the code at `addr` that may be an address in `text`.
 
     A word may start at any byte. A word is yielded if its upper byte equals bits 24 to 31 of an address in
-    one of the ranges `text`. `sign`: the upper 32 bits of each yielded value.
+    one of the ranges `text`. `sign`: bits 32 to 63 of each yielded value, in place; its bits 0 to 31 are 0.
     """
     uppers = frozenset(
         upper & 0xFF for start, end in text for upper in range(start >> 24, (end - 1 >> 24) + 1)

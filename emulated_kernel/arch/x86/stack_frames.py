@@ -57,7 +57,7 @@ class _FrameReader:
         self._makers = self._makers_by_mnemonic()
 
     def _makers_by_mnemonic(self) -> dict[int, Callable[[Any], Effect | None]]:
-        """Return a map: mnemonic -> function that returns an instruction's effect.
+        """Return a map: iced's number of a mnemonic -> function that returns an instruction's effect.
 
         The function returns None if _other() must find the effect.
         """

@@ -62,9 +62,9 @@ class Guest:
         """Finds the kinds of system calls that a probe or tracer could notice."""
 
     def is_watched(self, kind: int) -> bool:
-        """Return True if a probe or tracer could notice a client's system call of the kind `kind`.
+        """Return True if a probe or tracer could notice a client's system call of a kind in the mask `kind`.
 
-        `kind`: a bit of call_graph.Calls. The calls of a dead guest are not watched.
+        `kind`: one or more bits of call_graph.Calls. The calls of a dead guest are not watched.
         """
         return self.watched.include(kind) and not self.runner.is_dead
 
@@ -149,7 +149,8 @@ class Guest:
         `name`: name of the system call. If the task sleeps in the same call (equal number, descriptor, size
         and `wanted`), continue that call. `serve`: answers the guest's requests to the host. `data`: written
         to a buffer in user memory, which the caller frees by closing `kept`. Without `kept`, the call uses
-        the shared buffer for reads. `wanted`: see Request.
+        the shared buffer for reads. `wanted`: see Request. Raises: KernelError (the call failed), WouldBlock
+        (the task sleeps in the call).
         """
         nr = self.syscalls.number(name)
         sleeping = task.request
@@ -214,9 +215,10 @@ class Guest:
     def call_function(self, name: str, *args: int | str | bytes) -> int:
         """Call a kernel function in the task of worker() and return its raw result; pass strings by address.
 
-        No task stays frozen after the call, even if the function was freeze_processes.
-        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the
-        function is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
+        The result is an unsigned word. No task stays frozen after the call, even if the function was
+        freeze_processes.
+        Raises: KernelError ENOENT (no such symbol), EINVAL (not a function, fewer arguments than the function
+        is known to take, or a string with NUL), E2BIG (too many arguments), EFAULT (the
         function oopsed, looped or does not return; see the kernel log), EIO (the guest was dead before).
         """
         try:
@@ -249,8 +251,8 @@ class Guest:
     def run_in_worker(self, request: Request, name: str) -> int:
         """Make a system call in the task of worker(), and return its raw result.
 
-        If the call sleeps for ever, leave the task asleep, and make another task the worker. `name`: name of
-        the call for an error message.
+        The result is that of GuestRunner.syscall(). If the call sleeps for ever, leave the task asleep, and
+        make another task the worker. `name`: name of the call for an error message.
         Raises: KernelError EFAULT (the call was killed or does not return), EIO (the guest was dead before).
         """
         worker = self.processes.worker()

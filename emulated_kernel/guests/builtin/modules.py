@@ -65,10 +65,7 @@ class Modules:
         """
 
     def loaded(self) -> list[ModuleInfo]:
-        """Return the loaded modules, newest first.
-
-        Raises: KernelError EIO (the guest has corrupted its list of modules).
-        """
+        """Return the loaded modules, newest first, except those whose data the guest has damaged."""
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
@@ -91,10 +88,7 @@ class Modules:
         return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
     def names(self) -> set[str]:
-        """Return the names of the loaded modules.
-
-        Raises: KernelError EIO (the guest has corrupted its list of modules).
-        """
+        """Return the names of the loaded modules, except those whose data the guest has damaged."""
         return {module.name for module in self.loaded()}
 
     def check(self, files: list[ModuleFile], loaded: Collection[str]) -> None:

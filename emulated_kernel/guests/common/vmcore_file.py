@@ -96,8 +96,8 @@ class VmcoreFile(File):
 class OpenVmcore(OpenFile):
     """An open core, which keeps the guest's state at the time of the open.
 
-    Raises: KernelError EBUSY (too many cores are open), ENOSPC (no directory has enough space), OSError (the
-    temporary file cannot be written).
+    Raises: KernelError EBUSY (MAX_OPEN cores are open, or this core and other open ones together would exceed
+    MAX_BYTES), ENOSPC (no directory has enough space), OSError (the temporary file cannot be written).
     """
 
     node: VmcoreFile

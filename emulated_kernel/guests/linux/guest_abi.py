@@ -45,7 +45,10 @@ class GuestAbi:
     counter: str
     """Name of the register in which the stub's code at UserStub.touch takes the number of pages."""
     kept: tuple[str, str]
-    """Names of two registers that system calls preserve; the stub's code keeps values in them."""
+    """Names of two registers that system calls preserve.
+
+    The stub's code at UserStub.two_calls takes the second call's first argument and number from them.
+    """
     syscalls: Mapping[str, int]
     """Name of a system call -> its number.
 

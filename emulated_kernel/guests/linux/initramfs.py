@@ -30,8 +30,8 @@ class UserStub(NamedTuple):
     touch: int
     """Address of code that stores a byte at the start of a page and of each of the following pages.
 
-    The code takes the byte in the register of the system call's number. It takes the first page in the
-    register of the first argument, and the number of pages in the register GuestAbi.counter.
+    The code takes the byte in the register of the system call's number. It takes the address of the first
+    page in the register of the first argument, and the number of pages in the register GuestAbi.counter.
     """
     two_calls: int
     """Address of code that makes two system calls.

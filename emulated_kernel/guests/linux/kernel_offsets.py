@@ -169,7 +169,10 @@ class KernelOffsets:
     These are instructions in the functions GuestAbi.user_access.
     """
     syscall_trace: int = 0
-    """Mask of the bit TIF_SYSCALL_TRACEPOINT in thread_info.flags; 0 if syscall_work replaces it."""
+    """Mask of the bit TIF_SYSCALL_TRACEPOINT in thread_info.flags of the booted kernel.
+
+    0 before the boot, or if the kernel keeps the flag in syscall_work.
+    """
 
 
 def kernel_offsets(kernel: LinuxKernel) -> KernelOffsets:

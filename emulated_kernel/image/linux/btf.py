@@ -444,7 +444,10 @@ class Btf:
         """Return the offset in bits of the member `name`, and the member; None if it is not found.
 
         The search covers the structure with the type id `number`, and its anonymous members.
-        `depth` limits the nesting. `others` collects the ids of the types that don't have the member.
+        `depth`: maximum nesting. `others` collects the ids of the types that don't have the member; anonymous
+        members of these types are not searched.
+
+        Raises: KernelError ENOEXEC (nested more deeply).
         """
         if not depth:
             raise unusable("structures of its BTF contain each other")

@@ -122,7 +122,8 @@ def _alternatives(kernel: LinuxKernel) -> Iterator[_Alternative]:
 def _chosen(entries: Collection[_Alternative], has: Collection[int]) -> _Alternative | None:
     """Return the last alternative in `entries` whose condition is fulfilled; None if there is none.
 
-    `entries`: alternatives of one instruction. `has`: numbers of the CPU's features.
+    The condition is that the CPU has the entry's feature or, if the entry is inverted, that it lacks the
+    feature. `entries`: alternatives of one instruction. `has`: numbers of the CPU's features.
     """
     found = None
     for entry in entries:

@@ -138,7 +138,9 @@ def _tokens_at(data: bytes, start: int) -> _Tokens | None:
 
 
 def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Find num_syms and the names in the layout since v7.0; return None if no word can be num_syms.
+    """Find num_syms and the names in the layout since v7.0.
+
+    Return None if no word can be num_syms, or if `budget` is used up.
 
     In this layout, the token table directly follows the markers. num_syms must match the number of markers,
     and its offset must match the last marker. `budget` is reduced by the number of decoded names.
@@ -167,7 +169,9 @@ def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names 
 
 
 def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
-    """Find num_syms and the names in the layouts before v7.0; return None if no word can be num_syms.
+    """Find num_syms and the names in the layouts before v7.0.
+
+    Return None if no word can be num_syms, or if `budget` is used up.
 
     num_syms and the names precede the token table. `budget` is reduced by the number of decoded names.
     """

@@ -129,7 +129,9 @@ class _Linker:
                 self._write(address, self._contents(section))
 
     def _place(self, sections: list[SectionHeader]) -> Range:
-        """Assign addresses to `sections`, one after the other, from the next page on; return their range.
+        """Assign addresses to `sections`, one after the other; return their range.
+
+        The range begins at the first page after the sections that were placed before.
 
         Mirrors: kernel/module/main.c:layout_sections (v6.1).
         """

@@ -182,13 +182,19 @@ class ElfReader:
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
 
     def program_headers(self) -> Iterator[tuple[int, ...]]:
-        """Yield the fields of each program header. Raises: KernelError ENOEXEC (the file is truncated)."""
+        """Yield the fields of each program header, in the order of Elf64_Phdr.
+
+        Raises: KernelError ENOEXEC (the file is truncated).
+        """
         offset, size, count = self._programs
         for index in range(count):
             yield self._unpack(_PROGRAM, offset + index * size, "program header")
 
     def section_headers(self) -> list[tuple[int, ...]]:
-        """Return the fields of all section headers; an empty list if they are missing or damaged."""
+        """Return for each section header its fields, in the order of Elf64_Shdr.
+
+        The list is empty if the headers are missing or damaged.
+        """
         offset, size, count = self._sections
         if size < _SECTION.size:
             return []
@@ -229,7 +235,9 @@ class ElfReader:
 
 
 def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the section headers of each symbol table and of its string table.
+    """Yield (header of a symbol table, header of its string table) for each symbol table.
+
+    `headers` is a result of ElfReader.section_headers(), and the yielded headers are items of it.
 
     Raises: KernelError ENOEXEC (a symbol table has no sensible size).
     """
@@ -317,7 +325,7 @@ def _text(texts: bytes, offset: int) -> str:
 def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
     """Return the letter that nm prints for a symbol; "" for a symbol that kallsyms doesn't list.
 
-    `info` is st_info, `section` is st_shndx, and `headers` are the fields of all section headers.
+    `info` is st_info, `section` is st_shndx, and `headers` is a result of ElfReader.section_headers().
     """
     if section == SHN_ABS:
         return "A" if info >> 4 else "a"

@@ -32,7 +32,9 @@ class AsmThunks:
         in_frame: bool,
         on_return: Callable[[Regs], object],
     ) -> bool:
-        """Make the guest run the owners' handlers for `point`; then call `on_return` with the live registers.
+        """Make the guest run the owners' handlers for `point`; then call `on_return`.
+
+        `on_return` gets the CPU's registers as they are after the handlers, but with the ip of the hit.
 
         Return True after `regs.ip` was set to the handlers' code. Return False if there is no room for this
         code. Then the hit counts as missed for the owners, and `on_return` is not called. `in_frame`: True if

@@ -44,8 +44,8 @@ SHORTAGES = (MemoryError, ImportError, OSError)
 """Exceptions that keep a handler from being compiled: the host lacks something, or a jump is too long.
 
 The host can lack memory, file descriptors, or a package (ImportError). A jump is too long if its target is
-out of reach. The exceptions may occur in the middle of a hit, which must continue. Code that catches one of
-them calls Compiler.log_failure(), which logs it.
+out of reach (KernelError, which is an OSError). The exceptions may occur in the middle of a hit, which must
+continue. Code that catches one of them calls Compiler.log_failure(), which logs it.
 """
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -202,7 +202,10 @@ class Compiler:
         return code
 
     def _stub_end(self, at: int, target: int | None, region: Region | None) -> StubEnd:
-        """Return the end of a stub, for the address `at`; `target` and `region` are as in stub()."""
+        """Return the code to place after a stub's handlers, at the address `at`.
+
+        `target` and `region` are as in stub().
+        """
         arch = self._arch
         if target is None:
             if region is not None:

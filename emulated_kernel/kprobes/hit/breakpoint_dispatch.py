@@ -177,8 +177,8 @@ class BreakpointDispatch:
     def compile_stub(self, head: AggrKprobe) -> bool:
         """Compile the handlers for breakpoint hits before the first hit; return True if there is guest code.
 
-        The cost of a hit cannot be measured afterwards: the registers for this are kept at a hit that
-        compiles the handlers.
+        Afterwards, benchmarks cannot measure the cost of a hit. They need the registers in `head.sample`,
+        which only a hit that compiles the handlers stores.
         """
         if head.stub is None and not head.is_disabled and head.may_compile:
             self._make_stub(head, self._leads_to(head))

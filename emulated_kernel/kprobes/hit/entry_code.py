@@ -46,7 +46,10 @@ class EntryCode(Generic[KindT]):
 
     @property
     def may_make(self) -> bool:
-        """Whether make() has to run for the current settings, and may run now."""
+        """Whether make() has to run for the current settings, and may run now.
+
+        It may run if PartialJumpDetector.may_patch() returns True.
+        """
         return not self.is_settled and self._split_jumps.may_patch()
 
     def prepare(self, sites: AbstractSet[int], by_kind: ByKind[KindT]) -> None:

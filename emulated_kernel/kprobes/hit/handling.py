@@ -529,9 +529,10 @@ def _hit_again(
 ) -> None:
     """Continue a hit that a call of ftrace's trampoline began, after the guest ran the assembly handler.
 
-    Call `hit` again with `site`, `frame` and `then`, the arguments of its first call, and with `started`, the
-    time at which the hit started. `_live`: the registers after the assembly handler; not used. This is a
-    module-level function, because a closure in by_call() would slow down all other hits.
+    `hit`: the handler of the hit, which by_call() has made. Call it again with `site`, `frame` and `then`,
+    the arguments of its first call, and with `started`, the time at which the hit started. `started` is in
+    nanoseconds, as from perf_counter_ns(). `_live`: the registers after the assembly handler; not used. This
+    is a module-level function, because a closure in by_call() would slow down all other hits.
     """
     hit(site, frame, then, started)
 

@@ -89,8 +89,10 @@ class InsnCopier:
     def prepare(self, head: AggrKprobe) -> None:
         """Check the probed instruction and make its out-of-line copy.
 
-        Raises: KernelError ENOMEM (no memory for a slot), EILSEQ, EINVAL, EOPNOTSUPP, ENOSPC (the instruction
-        can't be copied).
+        Raises: KernelError ENOMEM (no memory for a slot), EILSEQ (not at an instruction, or at one that only
+        raises an exception), EINVAL (the instruction cannot be copied, or another debugger has patched it),
+        EOPNOTSUPP (it can be neither stepped nor emulated), ENOSPC (no room for the breakpoint after its
+        copy).
         """
         addr = head.address
         where = self._image.kallsyms.lookup(addr)

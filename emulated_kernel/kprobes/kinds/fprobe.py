@@ -514,7 +514,8 @@ class Fprobes:
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: EntryKind) -> bool:
     """Emit the exit handler as guest code; return False if Python must handle exits.
 
-    Precondition: the return hook has stored the function's address in the virtual register SLOT.
+    Precondition: the return hook has stored the function's address in the virtual register SLOT (see
+    stack_code.py). The code moves it to CALLED.
     """
     if fp.is_disabled:
         return False

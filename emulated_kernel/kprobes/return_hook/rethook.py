@@ -130,7 +130,9 @@ class RethookCode(RethookListCode[RethookStack]):
     def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
         """Emit code that makes the node whose number is in TASK the first node of the free list.
 
-        If the head of the free list is no longer equal to FIRST, the code goes to `again`.
+        Here, TASK and FIRST are registers for intermediate values. FIRST contains the head of the free list,
+        as read before. If the head has changed since, the code sets FIRST to the present head and goes to
+        `again`. The code overwrites SECOND and TASK.
         """
         builder.emit(
             Move(SECOND, FIRST),

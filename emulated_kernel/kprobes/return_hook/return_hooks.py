@@ -336,8 +336,8 @@ class ReturnHooks:
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """Return the task's calls from the newest to the first with a real return address, and this address.
 
-        A return address is real if it is not a trampoline's. If no call has a real return address, the
-        returned address is 0.
+        A return address is real if it is not a trampoline's. If no call has a real return address, return all
+        pending calls and the address 0.
 
         Mirrors: kernel/trace/rethook.c:__rethook_find_ret_addr (v6.1).
         """

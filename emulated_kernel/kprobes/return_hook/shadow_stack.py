@@ -17,7 +17,10 @@ HANDLER = 1
 POOL = 2
 """Index of the word in struct rethook that leads to the free nodes: a list head, or an array's address."""
 CONTROL_WORDS = 6
-"""Number of words of a hook (struct rethook: data, handler, pool, ref, rcu). The hook's counters follow."""
+"""Number of words of a hook, which is a struct rethook. The hook's counters follow.
+
+The words are: data, handler, pool, ref, and two words of rcu.
+"""
 MISSED = 0
 """Index of a hook's counter of missed calls."""
 RETURNED = 1

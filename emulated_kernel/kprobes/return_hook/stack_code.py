@@ -119,7 +119,7 @@ class StackCode(ABC, Generic[Stack]):
         """Emit code that pops the running task's newest call, and makes the trampoline return from this call.
 
         `hook`: address of the hook that owns the call's node. Before the code runs, SLOT contains the stack
-        pointer. If `data` is not 0, the code sets SLOT to the first word of the node's data.
+        pointer. If `data` is not 0, the code loads the first word of the node's data into SLOT.
         """
 
     def store_data(self, src: int, index: int = 0) -> Op:
@@ -129,7 +129,7 @@ class StackCode(ABC, Generic[Stack]):
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
         """Emit code that stores RET, to which the trampoline returns, at the offset `_returned_at` from SLOT.
 
-        If `data` is not 0, the code then sets SLOT to the first word of NODE's data.
+        If `data` is not 0, the code then loads the first word of NODE's data into SLOT.
         """
         builder.emit(self.store(SLOT, self._returned_at, RET))
         if data:

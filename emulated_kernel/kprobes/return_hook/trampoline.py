@@ -174,7 +174,9 @@ class Trampoline:
         return place
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
-        """Replace the return address at a function's entry; return the real address and the slot's address.
+        """Replace the return address at a function's entry; return (real address, address of its stack slot).
+
+        If the return address is in a register, sp at the entry takes the place of the slot's address.
 
         Raises: MemoryFault (the stack is not writable memory).
         """

@@ -99,9 +99,15 @@ class TrapHooks:
         self.arrivals = _word(self.words, "arrivals")
         """View of the field `arrivals` of `words`: the number of runs ended because of end_runs_at()."""
         self._arrival: tuple[int, int] | None = None
-        """Address of the routine that ends runs, and the exception's number; None before end_runs_at()."""
+        """Address of the host's routine that ends runs, and the number of the exception at which it does so.
+
+        None before end_runs_at(), or if the host has no such routine.
+        """
         self._entry: tuple[KernelEntry, int] | None = None
-        """Arguments `entry` and `vector` of enter_calls(); None before that call."""
+        """Arguments `entry` and `vector` of enter_calls().
+
+        None before that call, or if the host has no routine for it.
+        """
         self._deferred: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
         self._hook_traps()

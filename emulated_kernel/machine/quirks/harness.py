@@ -26,8 +26,8 @@ _CPU_SIZE = 64 << 10
 _REGISTERS: dict[str, tuple[int, int]] = {}
 """Name of the CPU model -> place of the live registers that the latest search in Unicorn's memory has found.
 
-The place is the index of a pointer in Unicorn's handle, and an offset from the pointer's target. The search
-in the next engine tries this place first, and uses it only if the registers are there.
+The place is the index of a pointer in Unicorn's handle, and an offset in bytes from the pointer's target. The
+search in the next engine tries this place first, and uses it only if the registers are there.
 """
 
 
@@ -68,7 +68,7 @@ class Bench:
         self.memory.ram[self._pa : self._pa + len(code) + len(self.cpu.halt)] = code + self.cpu.halt
 
     def run(self, code: bytes, **registers: int) -> Any:
-        """Run `code` to its end or to the first trap; return the registers.
+        """Run `code` to its end or to the first trap; return the registers, as Regs.snapshot() does.
 
         `registers`: values to which registers are set before the run, by name.
         """
@@ -80,7 +80,10 @@ class Bench:
         return self.resume()
 
     def resume(self, ip: int | None = None) -> Any:
-        """Run the code that `put` has written, from its start or from `ip`; return the registers."""
+        """Run the code that `put` has written, from its start or from `ip`.
+
+        Return the registers, as Regs.snapshot() does.
+        """
         self.traps.clear()
         self.hooks.dispatch = self._stop
         self.error = self.hooks.run(self.va if ip is None else ip)

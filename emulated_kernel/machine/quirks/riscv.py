@@ -81,9 +81,10 @@ class ContextBadAddress:
 
 
 def find_bad_address(bench: Bench) -> tuple[int, int] | None:
-    """Return two offsets in a saved context: of the first register, and of the last page fault's address.
+    """Return the offsets, in bytes, of two fields in a saved context of Unicorn.
 
-    Return None if they are not found.
+    The fields are the first register, and the address of the last page fault. Return None if they are not
+    found.
     """
     engine = bench.engine
     clean = engine.context_alloc()

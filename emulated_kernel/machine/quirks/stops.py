@@ -11,7 +11,11 @@ from emulated_kernel.machine.unicorn_engine import TRANSLATED, Engine
 _HANDLE_SIZE = 32 << 10
 _NESTED_RUNS = 64
 _JUMP_BUFFERS = (200, 312, 320)
-"""Possible sizes in bytes of a sigjmp_buf, which depend on the C library and the host's architecture."""
+"""Possible sizes in bytes of a sigjmp_buf, which depend on the C library and the host's architecture.
+
+In Unicorn's handle, an array of these buffers is between the fields that find_exit_switch() looks for and the
+size of the code buffer.
+"""
 _ONLY_INIT_DONE = (bytes(3) + b"\x01", b"\x00\x01\x00\x01")
 """Bytes of the fields hook_insert, first_tb, no_exit_request, init_done in a new and in a started engine."""
 _NO_EXIT_REQUEST = 2

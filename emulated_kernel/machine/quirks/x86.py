@@ -40,7 +40,7 @@ _UNMAPPED = 0x1000
 
 
 def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
-    """Return the offsets of three fields in a saved context of Unicorn.
+    """Return the offsets, in bytes, of three fields in a saved context of Unicorn.
 
     The fields are the first register, the error code of an exception, and the mark of an exception in flight.
     Four faults with known codes are compared with a clean state. Return None if a field isn't unique.

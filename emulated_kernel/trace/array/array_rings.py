@@ -177,7 +177,7 @@ class ArrayRings(ABC):
 
     @abstractmethod
     def notify_rewired(self) -> None:
-        """Recompile the guest code that writes to the buffers, because others have replaced them.
+        """Recompile the guest code that writes to the buffers, because other buffers have replaced them.
 
         Until this method is called, guest code writes to the old buffers.
         """
@@ -256,6 +256,8 @@ class ArrayRings(ABC):
     @property
     def is_expanded(self) -> bool:
         """Whether the buffers were resized, to their full size or to one that was written to buffer_size_kb.
+
+        Before Linux 6.8, all trace arrays have the same value: TracingServices.is_expanded.
 
         Mirrors: kernel/trace/trace.h:struct trace_array.ring_buffer_expanded (v6.12).
         """

@@ -59,7 +59,7 @@ class PreviousBootRecords:
     time_start: int = 0
     max_latency_ns: int = 0
     names: PreviousBootNames | None = None
-    """Events and task names for printing the records; None if the records are of the running kernel."""
+    """Events and task names for printing the records; None if those of the running kernel are used."""
 
     def __len__(self) -> int:
         return sum(len(buffer) for buffer in (*self.buffers, *self.aside))

@@ -109,7 +109,8 @@ class Snapshot:
     def take(self) -> None:
         """Swap the trace array's buffers with the snapshot's.
 
-        Do nothing if no snapshot is allocated or recording is stopped.
+        Do nothing if no snapshot is allocated, or while a reader has stopped recording
+        (ArrayRings.is_stopped).
         As in Linux, the events that the snapshot held become the content of the trace array's buffers.
         Mirrors: kernel/trace/trace.c:update_max_tr (v6.1).
         """

@@ -134,7 +134,10 @@ class TraceArray(ArrayRings, Recorder):
         self._records_comm = True
         self._records_tgid = False
         self._past: PreviousBootNames | None = None
-        """Names for records of an earlier kernel; None if the buffers hold no earlier kernel's records."""
+        """Events and task names for printing an earlier kernel's records.
+
+        None if all records are printed with the events and task names of the running kernel.
+        """
         try:
             self.snapshot = Snapshot(self)
         except KernelError:
@@ -334,7 +337,10 @@ class TraceArray(ArrayRings, Recorder):
         self.record_at(EntryType.STACK, entry, hit, place)
 
     def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
-        """Note that this trace array has enabled or disabled an event; see Recorder.event_switched()."""
+        """Note that this trace array has enabled or disabled an event; see Recorder.event_switched().
+
+        Task names are saved while any trace array has an event enabled; see SavedCmdlines.recorders.
+        """
         self.system.cmdlines.recorders += 1 if enabled else -1
         if enabled:
             self._recorded[event] = None
@@ -673,6 +679,8 @@ class TraceArray(ArrayRings, Recorder):
 
     def set_tracer(self, name: str) -> None:
         """Switch to the tracer `name` and expand the buffers. The records of the previous tracer are lost.
+
+        If `name` is the current tracer already, only expand the buffers.
 
         Raises: KernelError EINVAL (an unknown tracer), EBUSY (a pipe is open), or as Tracer.start() (`nop` is
         the current tracer then).

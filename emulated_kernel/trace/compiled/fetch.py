@@ -72,6 +72,10 @@ def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
     """Return True if guest code can fetch the arguments.
 
     `registers`: names of the registers that guest code can read.
+
+    Return False if an argument loads another register, has the type symstr, or accesses a per-CPU variable.
+    Also return False if an argument is a value that was stored at a function's entry, or if there are more
+    than MAX_ELEMENTS values.
     """
     if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
         return False

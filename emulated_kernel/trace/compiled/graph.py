@@ -75,7 +75,8 @@ class CallFlag(IntFlag):
 class CallKind(Enum):
     """How the tracer treats the calls of a function. Functions of one kind share their guest code.
 
-    PLAIN: the function is in neither set_graph_function nor set_graph_notrace.
+    PLAIN: the function is in neither set_graph_function nor set_graph_notrace. A function that is in both is
+    HIDDEN.
     """
 
     PLAIN = auto()

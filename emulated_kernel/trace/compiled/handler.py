@@ -47,7 +47,7 @@ def compiled_event(
     `is_return`: whether the event's hits are returns of a function.
 
     The host handles an event if one of these conditions is true:
-    - An argument has the type `symstr`, or the arguments have too many array elements.
+    - Guest code cannot fetch the arguments, for example a `symstr` or too many values; see can_fetch().
     - An argument is from a register that is not a general-purpose one, or that a returning function has
       overwritten.
     - A filter does more than compare numbers, or the event has a trigger or is in soft mode.

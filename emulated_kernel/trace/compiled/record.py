@@ -290,7 +290,7 @@ class RecordEmitter:
                 emit(LoadPerCpu(OTHER, offset, size), Compute(Arithmetic.OR, TEMP, OTHER))
 
     def _count_loads(self, need_resched: int) -> list[tuple[int, int]]:
-        """Return per-CPU offset and size of each load that reads preempt_count and need_resched.
+        """Return per-CPU offset and size in bytes of each load that reads preempt_count and need_resched.
 
         One load is enough if both are the same u32, or if they are adjacent and a word has 8 bytes.
         """

@@ -46,7 +46,10 @@ class FrameTables:
         self._solve_detour = lru_cache(_MAX_CACHED)(self._solve_detour_code)
 
     def of(self, symbol: Symbol) -> FunctionFrames | None:
-        """Return the frame layouts of the function `symbol`; None for data and where call chains end."""
+        """Return the frame layouts of the function `symbol`.
+
+        Return None for data, and for the functions in Arch.unwind_roots, at which call chains end.
+        """
         if self._version != self._symbols.version:
             self._version = self._symbols.version
             self._found = {}

@@ -64,7 +64,10 @@ class Tasks:
         return int.from_bytes(self._field(self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
-        """Return the current task's name without padding, 15 bytes at most."""
+        """Return the current task's name without padding, 15 bytes at most.
+
+        The name is empty if the guest has damaged the address of its current task.
+        """
         return self._field(self._comm, _COMM_SIZE).split(b"\0", 1)[0]
 
     def comm_view(self) -> memoryview:

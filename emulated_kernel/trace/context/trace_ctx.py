@@ -43,6 +43,7 @@ class HitContext(ABC):
     ) -> None:
         """Store the masks of the preempt count, which are in `abi`, and where to find the interrupt flag.
 
+        `abi`: name of a variable, member or mask of the guest kernel -> address, offset or value.
         `interrupt_flag`: name of a register, and the mask of one of its bits. The bit is set while interrupts
         are enabled, or while they are masked if `has_interrupt_mask` is set.
         `preemption`: whether preempt_disable() changes the preempt count. `is_breakpoint_nmi`: whether Linux
@@ -130,7 +131,7 @@ class PerCpuContext(HitContext):
         """Get views of the variables preempt_count and need_resched of each CPU.
 
         `interrupt_flag`: name of a register, and mask of its bit that is set while interrupts are enabled.
-        `areas`: address of each CPU's per-CPU area. `preemption`: see HitContext.
+        `areas`: address of each CPU's per-CPU area. `abi`, `preemption`: see HitContext.
         """
         self._variables = [
             (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))

@@ -244,7 +244,8 @@ class TraceEvent(ABC):
     def disable(self, recorder: Recorder) -> None:
         """Stop recording hits in the trace array `recorder`.
 
-        If no other trace array has the event enabled, stop the event.
+        If no other trace array has the event enabled, stop the event. If `recorder` does not have the event
+        enabled, do nothing.
         Raises: KernelError ENODEV (the event was removed).
         """
         self.check_alive()

@@ -245,9 +245,9 @@ class SyscallEnter(SyscallEvent):
         return f"{self.syscall.name}({', '.join(shown_args)})"
 
     def _memory(self, payload: bytes, at: int, values: Sequence[int]) -> str:
-        """Return the text of the user memory of the argument at position `at`, or "" if none was recorded.
+        """Return the text of the user memory of argument number `at`, or "" if none was recorded.
 
-        `values` are all arguments of the call.
+        `at` counts from 0. `values` are the values of all arguments of the call.
         """
         user = self._user
         if user is None or at not in user.positions:

@@ -41,7 +41,7 @@ class UserArguments:
 
     positions: tuple[int, ...]
     size: int | None = None
-    """Position of the argument that gives the size of the memory; None if the memory is a string."""
+    """Position, from 0, of the argument that gives the size of the memory; None if the memory is a string."""
     is_string: bool = True
     """Whether memory that has a `size` is shown as a string; if False, it is shown in hexadecimal.
 

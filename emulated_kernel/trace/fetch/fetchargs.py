@@ -84,7 +84,8 @@ def _parsed(
 ) -> tuple[ProbeArg, ...]:
     """Compile arguments without logging errors. Many events have equal arguments, so results are cached.
 
-    The parameters after `words` are those of FetchContext.
+    The parameters after `words` are those of FetchContext. Raises: the errors of parse_args(), which then
+    parses again to log them.
     """
     log = TraceProbeLog(ErrorLog(lambda: 0), "", words)
     context = FetchContext(arch, log, interface, on_return, on_entry, in_kernel, in_fprobe=in_fprobe)

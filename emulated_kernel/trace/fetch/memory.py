@@ -115,7 +115,8 @@ class FetchEnvironment:
     def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
         """Run stage 2: apply the dereferences `derefs` to a value, and return the result.
 
-        Return None if `value` is None, or if memory that a dereference reads is unreadable.
+        Return None if `value` is None, or if memory that a dereference reads is unreadable. Also return None
+        if there is a dereference and `value` is bytes, because these have no address.
         """
         for insn in derefs:
             if not isinstance(value, int):

@@ -105,7 +105,11 @@ class StringPredicate:
         return found is not None and self.pattern.matches(*found) is not self.negated
 
     def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
-        """Return the bytes from the string's start on, and the field's size; None if they are unreadable."""
+        """Return the bytes from the string's start on, and a length; None if the string is unreadable.
+
+        The length is the parameter `length` of StringPattern.matches(): the size of a static field or of a
+        task's name, the length in __data_loc, or the number of bytes read through a pointer.
+        """
         match self.source:
             case FilterType.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN

@@ -71,8 +71,8 @@ def split_filter(text: str) -> tuple[str, str | None]:
 def parse_attrs(text: str, log: LastCommandLog, interface: Interface) -> HistAttrs:
     """Parse the attributes of a command, without its filter.
 
-    Raises: KernelError EINVAL (an unknown attribute, an empty value, no keys), ERANGE (a number is too
-    large).
+    Raises: KernelError EINVAL (an unknown attribute, an empty value, too many variables, no keys, or a map's
+    size that is no number or out of range), ERANGE (a number is too large).
     Mirrors: parse_hist_trigger_attrs (v6.1).
     """
     attrs = HistAttrs()

@@ -182,7 +182,8 @@ class ActionMaker:
         """Return a variable that holds the value of the field `name` of another event.
 
         If the variable does not exist, create a histogram on the other event, which sets the variable. The
-        new histogram has the keys of an existing histogram of that event.
+        new histogram has the keys and the filter of an existing histogram of that event, whose keys have the
+        same types as those of this histogram.
         Mirrors: create_field_var_hist (v6.1).
         """
         data = self._data

@@ -120,7 +120,7 @@ class HistHit:
 
     @property
     def comm(self) -> bytes:
-        """Name of the task in which the event occurred.
+        """Name of the task in which the event occurred; `<idle>` for a task with pid 0.
 
         Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1).
         """
@@ -342,7 +342,10 @@ def as_number(value: Value) -> int:
 
 
 def execname_value(hit: HistHit) -> Value:
-    """Return the name of the task that created the hit's element; "(no comm)" without an element."""
+    """Return the name of the task that created the hit's element; "(no comm)" if there is none yet.
+
+    A hit has no element while the values of its keys are computed.
+    """
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 

@@ -10,8 +10,9 @@ from emulated_kernel.trace.text.numbers import is_digit
 def find_operator(text: str, interface: Interface) -> tuple[Operator, int] | None:
     """Return the operator at which an expression is split, and its index in `text`; None if it has none.
 
-    An expression is split at its last operator of the lowest precedence. In versions without
-    InterfaceRule.HIST_ARITHMETIC, it is split at its first `+` or `-`.
+    An expression is split at its last operator of the lowest precedence. If it begins with `-` and has no
+    other `-`, it is split at this unary minus. In versions without InterfaceRule.HIST_ARITHMETIC, it is split
+    at its first `+` or `-`.
 
     Mirrors: kernel/trace/trace_events_hist.c:contains_operator (v6.1).
     """
@@ -39,7 +40,8 @@ def leftmost_operand(text: str, interface: Interface) -> str:
     """Return what `$NAME` stands for later in the command that defines the variable NAME by `text`.
 
     As in Linux, parsing leaves of an expression only the text before the first operator, so with `a=x-y,b=$a`
-    the value of b is x. Parsing also cuts GROUP.EVENT.$NAME at its dots, so that only GROUP remains.
+    the value of b is x. An expression that find_operator() splits at a unary minus stays whole. Parsing also
+    cuts GROUP.EVENT.$NAME at its dots, so that only GROUP remains.
     Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
     """
     # Not recursive: a text may have thousands of operators.

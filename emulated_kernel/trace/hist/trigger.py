@@ -147,7 +147,7 @@ class HistCommand(TriggerCommand):
         """Execute `command`, which creates a histogram on the event `file`, for an action of `data`.
 
         The action needs a field of that event. `command`: the text after `hist:`. Errors are logged with the
-        command of `data`.
+        command of `data`. Raises: as execute().
         """
         self._run(data.triggers, file, data.log, command, removes=False)
 
@@ -156,6 +156,10 @@ class HistCommand(TriggerCommand):
 
         `data`: the data that were parsed for `trigger`. If another trigger owns data with the name, `trigger`
         uses those, and `data` is released.
+
+        Raises: KernelError EINVAL (the named histogram differs, or the clock is unknown), EEXIST (an
+        equivalent histogram exists), ENOENT (no histogram to continue or clear), ENOMEM (the memory budget
+        has no room).
 
         Mirrors: hist_register_trigger (v6.1).
         """

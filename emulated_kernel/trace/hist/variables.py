@@ -86,7 +86,8 @@ class Variables:
         """Return the variable `name` of a histogram, or None if it is not found or not unique.
 
         `name` is without `$`. `system` and `event_name`: group and name of that histogram's event. If either
-        is None, search the events of this histogram's onmatch() actions first.
+        is None, search the events of this histogram's onmatch() actions first. If the variable is not unique,
+        log an error.
         Mirrors: find_event_var (v6.1).
         """
         if system is None or event_name is None:

@@ -35,7 +35,7 @@ _SPECIAL = str.maketrans(":.*", "___")
 
 
 def default_name(text: str) -> str:
-    """Return an event name made from `text`: its first 63 bytes, with special characters replaced.
+    """Return an event name made from `text`: its first 63 bytes, with `_` for `:`, `.` and `*`.
 
     Mirrors: kernel/trace/trace.h:sanitize_event_name (v6.12).
     """
@@ -186,7 +186,9 @@ def parse_maxactive(head: str, log: TraceProbeLog) -> int:
 def _place(word: str, letter: str, bits: int, log: TraceProbeLog) -> ProbePoint:
     """Parse `word`, the place of a command whose first letter is `letter`.
 
-    A jprobe's place must be the entry of a function, without an offset.
+    A jprobe's place must be the entry of a function, without an offset. `bits`: number of bits of an address.
+
+    Raises: KernelError EINVAL (malformed; logged).
     """
     is_return = letter == "r"
     is_jprobe = letter == "j"
@@ -247,8 +249,9 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
 def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
     """Return the arguments `args` with each `@symbol` replaced by an address.
 
-    If no argument has a symbol, return `args` itself, which many events may share. Raises: as
-    resolve_symbol().
+    If no argument has a symbol, return `args` itself, which many events may share.
+
+    `bits`, Raises: as resolve_symbol().
     """
     for arg in args:
         if arg.stages.load.op is FetchOp.SYMBOL:
@@ -258,6 +261,8 @@ def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: in
 
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
     """Return `arg` with its `@symbol` replaced by an address; without a symbol, return `arg` itself.
+
+    `bits`: number of bits of an address; the offset in `@symbol+N` is a signed number of this size.
 
     Raises: KernelError ENOENT (no such symbol). Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg
     (v6.1).

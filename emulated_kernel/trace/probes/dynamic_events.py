@@ -195,7 +195,7 @@ class EventKind(ABC, Generic[D]):
             raise KernelError(errno.EINVAL, reason)
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of the kind's file, from line `start` on."""
+        """Return the lines of the kind's file, from line `start` on, counted from 0."""
         return (each.show() for each in islice(self._own, start, None))
 
     def clear(self) -> None:
@@ -257,7 +257,7 @@ class DynamicEvents:
         return [*self.records_from(0)]
 
     def records_from(self, start: int) -> Iterator[str]:
-        """Return the lines of the file from line `start` on."""
+        """Return the lines of the file from line `start` on, counted from 0."""
         return (event.show() for event in islice(self._events, start, None))
 
     def clear(self) -> None:

@@ -136,7 +136,9 @@ class Eprobe(TraceProbe):
             self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
-        """Return the value of the field `name` in an entry of the target event; an EntryAddress for a string.
+        """Return the value of the field `name` in an entry of the target event.
+
+        For a string, return an EntryAddress: a placeholder for the address of the string in the entry.
 
         Mirrors: get_event_field (v6.1).
         """

@@ -75,6 +75,10 @@ class HandlerCosts:
     ) -> float | None:
         """Return the nanoseconds of the host's CPU time that a hit takes, or None if they cannot be measured.
 
+        They cannot be measured while the guest runs, for return probes, if guest code cannot handle the
+        event, or if no registers of a hit are known. The result is also None if the measurement fails, or if
+        its result is not positive.
+
         A copy of the handler of `probe` is measured, with the registers of the last hit before the handler
         was compiled. `head`: the aggregator probe of the probed address. `way`: how hits enter the handler.
         The cost of a hit by a breakpoint includes its trap. `steps`: whether the cost also includes the trap

@@ -55,7 +55,10 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         self.history.removed(probe, event, filters, missed)
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
-        """Return the lines of kprobe_profile from line `start` on: event, hits, missed hits."""
+        """Return the lines of kprobe_profile from line `start` on, counted from 0.
+
+        A line has the event, the number of hits and the number of missed hits.
+        """
         return (probe.profile() for probe in islice(self._own, start, None))
 
     def events(self) -> list[KprobeTraceEvent]:

@@ -545,9 +545,9 @@ class TraceKprobe(TraceProbe):
         """Emit a copy of emit()'s code that uses `places` and `counter`, and writes all records to `target`.
 
         HandlerCosts measures the copy. `counter`: per-CPU offset of the count of hits. `check` replaces all
-        checks of the lists of pids. Return True. If guest code cannot handle the event, emit nothing and
-        return False. Also emit nothing for a return probe, because its handler is the smaller part of the
-        probe's cost.
+        checks of the lists of pids; if it is None, the copy makes no such checks. Return True. If guest code
+        cannot handle the event, emit nothing and return False. Also emit nothing for a return probe, because
+        its handler is the smaller part of the probe's cost.
         """
         arch = self.engine.arch
         compiled = compiled_event(self.event, self.place.is_return, self.args, arch)

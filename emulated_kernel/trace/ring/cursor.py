@@ -73,7 +73,10 @@ class RingCursor:
                 is_late = False
 
     def _copy(self) -> list[tuple[int, bytes]]:
-        """Return the events of one sub-buffer from the next event on, and advance the position."""
+        """Return (time stamp, record) of the events of one sub-buffer from the next event on.
+
+        Advance the position past these events. The list is empty if the cursor is stale or at its end.
+        """
         buffer = self._buffer
         buffer.check()
         if self.is_stale:

@@ -69,7 +69,8 @@ class WordParser:
 def take_word(data: bytes, start: int = 0) -> tuple[bytes, int]:
     """Return the first word of `data` from the index `start` on (b"" if none), and the number of bytes taken.
 
-    This function is for files in which a word cannot continue in the next write.
+    The bytes taken include the blanks before the word, and one blank or NUL after it. This function is for
+    files in which a word cannot continue in the next write.
     Raises: KernelError EINVAL (the word has more than WORD_MAX bytes).
     """
     parser = WordParser(WORD_MAX)

@@ -30,7 +30,10 @@ def _radix(text: str, base: int) -> tuple[int, int]:
 
 
 def _digits(text: str, start: int, base: int) -> tuple[int, int]:
-    """Return the number at index `start`, of any size, and the index of the first character after it."""
+    """Return the number at index `start`, of any size, and the index of the first character after it.
+
+    If there is no digit at `start`, return 0 and `start`.
+    """
     value = 0
     index = start
     while index < len(text) and _DIGITS.get(text[index], base) < base:

@@ -207,8 +207,9 @@ class KernelFunctions:
     def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
         """Return the end of a line of enabled_functions: a fentry site's trampoline and handler.
 
-        `target`: address that the site calls. `users`: the ftrace_ops of the site. Return "" if the
-        architecture has no separate trampolines for ftrace_ops.
+        If the site has several ftrace_ops, the end shows only Linux's function that calls them all; if it has
+        none, only _UNUSED. `target`: address that the site calls. `users`: the ftrace_ops of the site. Return
+        "" if the architecture has no separate trampolines for ftrace_ops.
         Deviates: handlers are shown without an address, because the guest does not contain Linux's handlers.
         Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
         """

@@ -52,7 +52,10 @@ class FunctionProbe:
             self.count -= 1
 
     def show(self) -> str:
-        """Return the text after the function's name in set_ftrace_filter."""
+        """Return the text after the function's name in set_ftrace_filter, with the newline.
+
+        The text is `:TITLE:unlimited`, or `:TITLE:count=COUNT` if the command has a limit.
+        """
         count = "unlimited" if self.count is None else f"count={self.count}"
         return f":{self.title}:{count}\n"
 

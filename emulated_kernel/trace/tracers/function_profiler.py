@@ -102,7 +102,8 @@ class FunctionProfiler(GraphUser):
     def returned(self, instance: RethookNode, regs: Any) -> None:
         """Add the duration of a returning call to the total of the called function.
 
-        `instance`, `regs`: see GraphUser.returned().
+        If option graph-time is off, the time of calls made by this call does not count. `instance`, `regs`:
+        see GraphUser.returned().
         Mirrors: profile_graph_return (v6.1).
         """
         del regs

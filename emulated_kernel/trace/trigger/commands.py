@@ -244,7 +244,10 @@ class SwitchCommand(TriggerCommand):
             raise
 
     def remove_all(self, file: EventFile) -> None:
-        """Remove the event's triggers that switch histograms; other triggers stay."""
+        """Remove the event's triggers of enable_hist and disable_hist, whatever this command's name is.
+
+        Triggers that switch the recording of events stay.
+        """
         for trigger in tuple(file.triggers):
             if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)

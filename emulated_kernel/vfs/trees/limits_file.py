@@ -21,7 +21,10 @@ class GuestLimit:
     """A limit in machine/limits that only some kernels have."""
 
     show: Callable[[], str]
-    """Function that returns the text that follows the limit's name in machine/limits."""
+    """Function that returns the text that follows the limit's name in machine/limits.
+
+    The text is the maximum, followed by a blank and the amount in use if the guest counts it.
+    """
     set: Callable[[int | None], None]
     """Function that applies a new value of the limit; None means no limit."""
 

@@ -177,9 +177,11 @@ def _asked(table: ProbeTable, found: Sequence[EventProbe]) -> str:
 
 
 class _EventStats:
-    """The files of a kprobe event in stats/. A file with a counter shows the sum for all probes.
+    """The files of a kprobe event in stats/.
 
-    The other files have a line for each probe.
+    A file with a counter or a size shows the sum for all probes. `enabled` and `optimized` show 1 if all
+    probes are enabled or optimized, else 0. `asked` has one value for the event. Each other file has a line
+    for each probe.
     """
 
     def __init__(self, event: KprobeTraceEvent, kernel: KernelComponents) -> None:
@@ -264,7 +266,9 @@ class _EventStats:
     def _set_optimized(self, wanted: bool) -> None:
         """Optimize all probes of the event if `wanted` is True, otherwise unoptimize them.
 
-        Raises: KernelError EOPNOTSUPP (a probe can't be optimized).
+        After a call with False, addresses that have a detour stay unoptimized until a call with True.
+
+        Raises: the errors of Kprobes.set_optimized(); the probes before the failing one keep the change.
         """
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)

@@ -82,7 +82,7 @@ class Journal:
     def __init__(self, path: Path, data: bytes) -> None:
         """Write a new journal with the encoded entries `data`, in place of the file at `path`.
 
-        Raises: OSError (the file at `path` is unchanged).
+        Raises: OSError (the entries cannot be written; the file at `path` is then unchanged).
         """
         new = path.with_name(f"{path.name}.new")
         with suppress(FileNotFoundError):
@@ -102,7 +102,10 @@ class Journal:
             raise
 
     def append(self, data: bytes) -> None:
-        """Append the encoded entries `data` to the journal. Raises: OSError (nothing was appended)."""
+        """Append the encoded entries `data` to the journal.
+
+        Raises: OSError (they cannot be written; then nothing is appended).
+        """
         try:
             taken = self._file.write(data)
             while taken < len(data):

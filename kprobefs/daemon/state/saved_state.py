@@ -297,7 +297,7 @@ class SavedState(ChangeWatcher, TaskObserver):
     def _rewrite(self, lines: Iterable[str]) -> None:
         """Write a new journal of the current definitions, whose lines are `lines`.
 
-        Raises: OSError (the old journal is unchanged).
+        Raises: OSError (it cannot be written; the old journal is then unchanged).
         """
         data = b"".join(map(journal.encoded, self._entries(lines)))
         with self._writing:
@@ -476,7 +476,10 @@ class SavedState(ChangeWatcher, TaskObserver):
         return "" if _UNSAVED_FILES.match(name) else name
 
     def call_ended(self) -> None:
-        """Save the hit counts within COUNTS_AGE seconds, because an ended call may have changed them."""
+        """Save the hit counts within COUNTS_AGE seconds, because a call has ended.
+
+        The call is a system call of a guest task; see TaskObserver.
+        """
         if self._timer is None and self._journal is not None:
             self._timer = threading.Timer(COUNTS_AGE, self._save_later)
             self._timer.daemon = True

@@ -36,7 +36,7 @@ UNKEPT = "kept no"
 The mount command prints the line.
 """
 MAX_ASIDE = 10
-"""Maximum number of new names that are tried for a file that cannot be used."""
+"""Maximum number of new names that are tried for a file that cannot be used; see set_aside()."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
@@ -151,15 +151,16 @@ class StateDirectory:
         """Rename files that cannot be used, so that users can inspect them.
 
         The new name is aside.NAME, where NAME is the part of the old name before the first dot. An earlier
-        file aside.NAME is replaced. Return the new names, each once. A file that cannot be renamed is left
-        out.
+        file aside.NAME is replaced. If this is impossible, for example because aside.NAME is a directory, the
+        new name is aside.NAME.1 or the next possible one. Return the new names, each once. A file that cannot
+        be renamed is left out.
         """
         return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 
     def copy_aside(self, path: Path) -> None:
-        """Create a hard link to the file at `path`, with the name that set_aside() would give to the file.
+        """Create a hard link aside.NAME to the file at `path`; for NAME, see set_aside().
 
-        An earlier file of that name is replaced. Raises: OSError.
+        An earlier file aside.NAME is replaced. Raises: OSError.
         """
         copy = self.path / f"aside.{path.name.partition('.')[0]}"
         with suppress(FileNotFoundError):
@@ -173,7 +174,10 @@ class StateDirectory:
 
 
 def _set_aside(path: Path) -> str:
-    """Rename a file that cannot be used. Return its new name, or "" if it cannot be renamed."""
+    """Rename a file that cannot be used; see set_aside().
+
+    Return its new name, or "" if it cannot be renamed.
+    """
     name = f"aside.{path.name.partition('.')[0]}"
     # rename(2) does not replace a directory by a file.
     for each in (name, *(f"{name}.{number}" for number in range(1, MAX_ASIDE))):

@@ -50,9 +50,9 @@ class ClientCalls:
     def informed(self, client: Client, kind: int, opened: str | None = None) -> Client:
         """Return the client with the facts about its process that a request needs; see FileSystem.
 
-        `kind`: kind of the client's call. If no probe could notice such a call, no facts are read.
-        `opened`: path of the file that an open(2) opens. If no probe could see the path in the call, the
-        facts have `opened` in place of the path that the client passed.
+        `kind`: kinds of calls that the client's call may be, as bits of call_graph.Calls. If no probe could
+        notice such a call, no facts are read. `opened`: path of the file that an open(2) opens. If no probe
+        could see the path in the call, the facts have `opened` in place of the path that the client passed.
         """
         guest = self._guest
         if not guest.is_watched(kind) or client.pid <= INIT_PID:

@@ -35,7 +35,10 @@ MAX_EXITS = 64
 
 
 class ProcessTracker(TaskObserver):
-    """Keeps the guest's tasks in step with the host's processes."""
+    """Keeps the guest's tasks in step with the host's processes.
+
+    Pids are those of the guest, unless a text says that a pid is one on the host.
+    """
 
     def __init__(
         self, kernel: BuiltinKernel, runner: GuestRunner, watch: ProcessWatch, init: GuestTask

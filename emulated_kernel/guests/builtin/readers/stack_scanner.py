@@ -38,7 +38,8 @@ class StackScanner:
     def in_use_ranges(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Return the ranges of `spans` to which a CPU register or a word on a task's stack points.
 
-        `spans`: disjoint ranges. If the guest has corrupted its task list or stacks, return all of `spans`.
+        `spans`: disjoint ranges [start, end). If the guest has corrupted its task list or stacks, return all
+        of `spans`.
         """
         try:
             return set(self._met(spans))

@@ -193,12 +193,12 @@ class GuestRunner:
         return task.addr in self._tasks
 
     def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
-        """Run a system call in a task and return its result, which may be a negative errno.
+        """Run a system call in a task and return its raw result, which may be a negative errno; see check().
 
-        `nr`: number of the call. `hostfs`: answers the call's requests to the host; None lets them fail with
-        EBADF.
-        Raises: WouldBlock (the task sleeps in a request to a control file; call `resume` later), KernelError
-        EIO (the guest is dead, or the call killed its task), EDEADLK (called from a probe's handler).
+        A negative errno may be an unsigned word, such as 2**64 - 9 for EBADF. `nr`: number of the call.
+        `hostfs`: answers the call's requests to the host; None lets them fail with EBADF. Raises: WouldBlock
+        (the task sleeps in a request to a control file; call `resume` later), KernelError EIO (the guest is
+        dead, or the call killed its task), EDEADLK (called from a probe's handler).
         """
         return self.run(task, Request(nr, args, hostfs))
 
@@ -465,7 +465,8 @@ class GuestRunner:
     def _run_cpu(self, budget: float | None) -> Trap | None:
         """Run the current CPU up to its next trap; return None if the emulator failed and the guest is dead.
 
-        `budget`: seconds that the run may take. The emulator fails if the guest executes unmapped memory.
+        `budget`: seconds of CPU time that the run may take; None selects the machine's `run_budget`. The
+        emulator fails if the guest executes unmapped memory.
         """
         try:
             return self._machine.run(budget)

@@ -32,7 +32,10 @@ _MAX_ERRNO = 4095
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
 """Layout of the guest's struct stat, which is x86_64's on every architecture."""
 _ENTRY = struct.Struct("<QIBB")
-"""Layout of the guest's struct host_entry up to its name; each entry begins at a multiple of 8."""
+"""Layout of the guest's struct host_entry up to its name; each entry begins at a multiple of 8.
+
+Its fields are ino, cookie (at which the next call continues), type and length of the name.
+"""
 _ENTRY_SIZE = 16
 """Size in bytes of a struct host_entry with an empty name."""
 _OUTPUT = 64 << 10
@@ -280,8 +283,9 @@ class Syscalls:
     def _unreadable_slots(self) -> int:
         """Return the address of user memory for paths that could not be read.
 
-        Each path has two slots: one for the path as the process passed it, and one for the path that the
-        guest walks. The page of the first slot is not mapped, so that a probe's read of the path faults.
+        Each path has a slot of _SLOT bytes. The first half, for the path as the process passed it, is not
+        mapped, so that a probe's read of the path faults. The second half is for the path that the guest
+        walks.
         """
         if self._slots is None:
             self._slots = self._buffers.get()
@@ -418,7 +422,7 @@ class Syscalls:
         return self._stat()
 
     def look_fd(self, fd: int) -> GuestStat:
-        """Return the attributes of an open file, without a system call; see look()."""
+        """Return the attributes of an open file, by its descriptor in the guest; see look()."""
         self._ask(self._look_fd, "", fd)
         return self._stat()
 

@@ -247,8 +247,8 @@ class ClientScheduler:
         """Make the task continue at `ip` in the next run, with the registers of a system call.
 
         `ip`: address in the stub's code, such as UserStub.syscall. `number` and `arguments`: number and
-        arguments of the system call. `count` and `kept`: values of the registers GuestAbi.counter and
-        GuestAbi.kept.
+        arguments of the system call. `count`: number of pages, if `ip` is UserStub.touch. `kept`: the first
+        argument and the number of the second call, if `ip` is UserStub.two_calls.
         """
         machine = self._machine
         if machine.death:

@@ -22,7 +22,10 @@ _LONGEST = 1 << 16
 """Maximum size in bytes of a function that is searched for rdmsr."""
 _SMT_PRESENT = "sched_smt_present"
 _BEFORE_INIT = "free_initmem"
-"""Function that the kernel calls once, in process context, before it starts init."""
+"""Function that the kernel calls once, in process context, before it starts init.
+
+At this call, show_threads() makes the kernel act as if a second thread had come online.
+"""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class DcacheReader:
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
         self._read: list[tuple[int, int, bytes]] = []
-        """Memory that the current lookup has read: start, end and content of each piece."""
+        """Pieces of memory that the current lookup has read: (physical start, physical end, content)."""
         self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
         """Cache of lstat(): path -> pieces of memory that its lookup has read, and the attributes.
 

@@ -44,7 +44,7 @@ class FileTimes:
             return self._memory.translate(self._root, timekeeper + offset[f"timekeeper.{name}"])
 
         def place(name: str) -> int:
-            """Return the index in `_words` of the timekeeper's member `name`."""
+            """Return the index, among the 8-byte words of RAM, of the timekeeper's member `name`."""
             return physical(name) >> 3
 
         self._tsc_read = symbols[TIME_READ]

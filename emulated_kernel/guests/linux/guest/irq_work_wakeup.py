@@ -78,7 +78,10 @@ _WORK = 0x40
 The first word of the data page has the address of the task to wake.
 """
 _ROOM = 0x100
-"""Offset in bytes of the free part of the data page, and of the free part of the code page."""
+"""Offset in bytes, in the data page and in the code page, of the part for other uses of the host.
+
+See Wakeup.host_room and Wakeup.stub_text.
+"""
 _EXECUTABLE = 0xEB
 """Bits of a RISC-V page table entry that maps a global page which can be read and executed."""
 _WRITABLE = 0xE7

@@ -93,7 +93,7 @@ class TaskMemory:
         The task writes `first_byte` to the page's first byte, which already has this value. The kernel
         handles the page fault of this write, and so provides the page. The first byte of a missing page is 0.
 
-        Return the result of LinuxMemory.walk() for the page.
+        Return (physical address, page table entry, size in bytes) of the private page.
         """
         self._scheduler.begin(task, self._stub.touch, first_byte, (page,), count=1)
         self._scheduler.wait_for_result(task)

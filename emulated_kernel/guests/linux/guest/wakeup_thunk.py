@@ -67,7 +67,7 @@ _CELLS = 0x20
 _STUB = 0x100
 """Offset in bytes of the code of breakpoint_stub.py in the code page."""
 _ROOM = 0x100
-"""Offset in bytes of the free part of the data page.
+"""Offset in bytes of the part of the data page that is free for other data of the host.
 
 The first word of the data page is the address of the task to wake.
 """

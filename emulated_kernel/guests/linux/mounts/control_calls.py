@@ -190,7 +190,8 @@ class LinuxControlCalls(GuestCalls):
         self._arguments: dict[int, tuple[int, int, int]] = {}
         """Address of a task_struct -> arguments 1, 2 and 4 of the file operation in which the task waits.
 
-        The fourth argument of a read or write is the address of the file position.
+        For an open, the first two are the inode and the struct file. For a read or write, the second is the
+        task's buffer, and the fourth is the address of the file position.
         """
 
     @property

@@ -11,8 +11,9 @@ from emulated_kernel.util.fast_dataclass import dataclass
 class ControlStubs:
     """Guest code of the lookups and file operations of control files, and offsets in bytes in this code.
 
-    At each of the offsets `looked_up`, `woken` and `traps`, the code has a breakpoint that traps to the
-    host.
+    At each of the offsets `looked_up`, `woken` and `traps`, the code has a breakpoint that traps to the host.
+    The breakpoint `looked_up` is in a lookup, after simple_lookup() has returned. The breakpoint `woken` is
+    where a task continues that has slept in a call. At the other offsets, the host lets the guest continue.
     """
 
     made: Callable[[int, Mapping[str, int]], bytes]
@@ -26,7 +27,7 @@ class ControlStubs:
     """
     lookup_ends: int
     operations: Mapping[str, int]
-    """Name of a file operation -> offset of its first instruction."""
+    """Name of a file operation (open, read or write) -> offset of its first instruction."""
     traps: tuple[int, ...]
     """Offsets of the breakpoints in the file operations."""
     is_stream: int

@@ -104,7 +104,8 @@ class DeferredCloses(Generic[File]):
 class Running:
     """Context for code that may run the guest. It holds the control lock, and turns guest faults into EIO.
 
-    Raises: KernelError EIO (the mount has ended, or the guest has died).
+    Raises: KernelError EIO (the mount has ended, the guest has died, or the guest's data lead to memory that
+    is not mapped).
 
     The context keeps no data of a request, so all requests share one instance.
     """
@@ -391,6 +392,8 @@ class LinuxGuest:
 
     def unasked(self, client: Client) -> KernelError:
         """Kill the client's task, which sleeps in a call that no request can continue.
+
+        Such calls are the open of a FIFO, and the loading or unloading of a module.
 
         Return, but do not raise, KernelError EINTR; the caller raises it.
         """

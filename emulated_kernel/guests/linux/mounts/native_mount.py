@@ -231,8 +231,9 @@ class MachineFs(FileSystem):
     def history(self) -> bytes:
         """Return the content of machine/history.
 
-        It has the file systems that clients have used, and the last refused requests. Events are left out,
-        because the guest's own tracefs has them.
+        It is a line of JSON with the fields of PastRequests: the prefixes of the file systems that clients
+        have used, the last refused creation, and the last refused write. Events are left out, because the
+        guest's own tracefs has them.
         """
         past = self.past()
         first = {

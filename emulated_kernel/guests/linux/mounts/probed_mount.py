@@ -155,7 +155,8 @@ def _meminfo(guest: LinuxGuest) -> str:
 def _prepare_modules(guest: LinuxGuest, client: Client, data: bytes) -> Callable[[], Steps]:
     """Read the module files for a client's write to machine/modules, without the control lock.
 
-    Return a function that returns the Steps of the command in `data`: one step, which executes it.
+    Return a function that returns a generator (see open_file.Steps). The generator has one step, which
+    executes the command in `data`.
     """
     execute = guest.prepared_modules(client, data, refused=_PROBING)
     return lambda: one_step(execute)

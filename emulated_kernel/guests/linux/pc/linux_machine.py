@@ -140,7 +140,8 @@ class LinuxMachine(ABC):
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
         """From now on, call `function` and end the run whenever the guest reaches `address`.
 
-        The run ends before the instruction at `address`.
+        The run ends before the instruction at `address`. What run() then returns or raises does not tell of
+        this end, so `function` must record it.
         """
 
         def stop() -> None:
@@ -349,7 +350,7 @@ class LinuxMachine(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Return True if the CPU has halted and an interrupt can wake it."""
+        """Return True if an interrupt can wake the CPU, after a halt has ended the run."""
 
     @abstractmethod
     def timer(self) -> None:

@@ -338,7 +338,8 @@ class PcMachine(LinuxMachine):
         """From now on, make the guest continue in `stub` at each breakpoint in kernel mode, without Python.
 
         `stub`: addresses of the guest code that delivers the exception to the guest's handler. `cells`:
-        physical address of the words that this code pushes.
+        physical address of the words that this code pushes as the exception frame: stack segment, stack
+        pointer, code segment and ip. At each breakpoint, the host writes them before the code runs.
         """
         words = self.hooks.words
         assert isinstance(self.regs, FastRegs)

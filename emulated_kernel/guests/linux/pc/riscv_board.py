@@ -44,9 +44,15 @@ class SbiBoard(Board):
         self.is_reset = False
         """Whether the kernel has ended or restarted the machine."""
         self.pending = 0
-        """Mask of the interrupts that the kernel's last SBI call has made pending."""
+        """Mask of the interrupts that the kernel's last SBI call has made pending.
+
+        Bit N is interrupt number N.
+        """
         self.cleared = 0
-        """Mask of the interrupts that the kernel's last SBI call has made not pending."""
+        """Mask of the interrupts that the kernel's last SBI call has made not pending.
+
+        Bit N is interrupt number N.
+        """
 
     @property
     def timer_vector(self) -> int | None:

@@ -40,7 +40,11 @@ _RESULT = 56
 The function and its arguments precede the result.
 """
 _STATE = 64
-"""Offset in bytes of a call's state in its mailbox. The state is 0 until the call has returned or failed."""
+"""Offset in bytes of a call's state in its mailbox.
+
+The state is 0 at first. Later it is _RETURNED (the result is at _RESULT), _NO_THREAD (no thread could be
+made) or _KILLED (the thread exited before the call returned).
+"""
 _TASK = 72
 """Offset in bytes, in a mailbox, of the address of the thread's task_struct."""
 _WORK = 128
@@ -206,7 +210,8 @@ class KernelCalls(TaskObserver):
         """Call the kernel function `function` and return its result; copy string arguments to guest memory.
 
         Raises: the errors of CallArguments.placed(), KernelError EFAULT (the thread was killed), ETIMEDOUT
-        (the function has not returned), ENOMEM (the thread cannot be made), GuestFault.
+        (the function has not returned), ENOMEM (the thread cannot be made), GuestFault (the guest is dead, or
+        dies in the call).
         """
         self._free_ended()
         memory = self._machine.memory

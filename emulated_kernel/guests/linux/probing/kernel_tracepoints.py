@@ -367,9 +367,9 @@ class KernelTracepoints:
     ) -> None:
         """Switch an event that has regfunc and unregfunc: call `register`, then switch the event's key.
 
-        If the key cannot be switched, undo the registration. `register`: calls regfunc or unregfunc.
-        `number`: index of the event's tracepoint in the batch. `on`: enable the event; otherwise disable
-        it. Raises: as `register`.
+        If the key cannot be switched, undo the registration. `register`: _register(), bound to the event and
+        its batch, or SyscallWork.switch(). It is called with `on`. `number`: index of the event's tracepoint
+        in the batch. `on`: enable the event; otherwise disable it. Raises: the errors of `register`.
         """
         self._prepare(batch)
         register(on)
@@ -386,7 +386,7 @@ class KernelTracepoints:
 
         Deviates: the unregfunc of a module in the state GOING is not called, because the kernel is in the
         middle of the unload.
-        Raises: KernelError (with regfunc's errno), and as the constructor's `call`.
+        Raises: KernelError (if `on` is True: with regfunc's errno, or as LinuxEngine._call()).
         """
         if batch.is_going:
             return

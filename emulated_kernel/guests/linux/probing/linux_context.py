@@ -86,9 +86,10 @@ def _shadow_stacks(btf: Btf, *, may_have_traced: bool) -> dict[str, int]:
     """Return name -> offset of the fields of task_struct in which shadow stacks keep pending calls.
 
     The names are `task_struct.rethooks` and `task_struct.ret_stack`. If one is left out, Python keeps the
-    pending calls. The kernel's own field `rethooks` is used if it exists. If such a kernel also has
-    kretprobe_instances, it only clears this field at fork, so the field serves as `ret_stack`. A kernel
-    without rethooks needs kretprobe_instances for its kretprobes, so only its own ret_stack is used.
+    pending calls. The kernel's own field `rethooks` is used if it exists. If such a kernel also has the field
+    kretprobe_instances, the kernel only clears kretprobe_instances at fork. Then `task_struct.ret_stack` has
+    the offset of kretprobe_instances. A kernel without rethooks needs kretprobe_instances for its kretprobes,
+    so only its own ret_stack is used.
 
     All fields are 0 when a task is created. The guest has no rethooks of its own, because no module that
     probes can be loaded. `may_have_traced`: see RunningLinux. If it is True, the kernel's own ret_stack may

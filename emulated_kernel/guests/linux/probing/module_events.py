@@ -49,6 +49,8 @@ class ModuleEvents:
     def came(self, module: Module) -> None:
         """Add the events of a module that is being loaded; its init function has not run yet.
 
+        Log a warning for events that cannot be read or added.
+
         Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1).
         """
         try:

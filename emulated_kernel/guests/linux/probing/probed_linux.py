@@ -98,7 +98,8 @@ class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
     `tasks`: the running kernel. `kernel`: its symbols, types and text, which must be the text in the guest's
-    memory. Raises: MemoryFault (the text is not mapped), and the errors of LinuxClock.
+    memory. Raises: MemoryFault (the text is not mapped), KernelError ENOEXEC (a per-CPU area is too far from
+    the handlers' variables), and the errors of _model() and linux_clock().
     """
 
     cpu = 0

@@ -20,7 +20,8 @@ FILES = "/files"
 Request = Callable[[Client | None], AbstractContextManager[None]]
 """Function that returns a context manager, in whose block the guest may run.
 
-The function's argument is the client that waits, or None.
+The function's argument is the client that waits. If the client's process is killed, the guest's run ends. If
+the argument is None, the run does not depend on a process.
 """
 
 

@@ -142,7 +142,8 @@ def _opened(source: str, made: Callable[[snapshot.SnapshotContents], T]) -> T:
 def _started(kept: snapshot.SnapshotContents) -> tuple[VmcoreGuest, LinuxKernel]:
     """Return a machine and its kernel, made from a snapshot.
 
-    Raises: KeyError, TypeError, ValueError (the content was not written by convert()), HardwareError.
+    Raises: KeyError, TypeError, ValueError (the content was not written by convert()), HardwareError (see
+    PcMachine), and the errors of VmcoreGuest.
     """
     cells = snapshot.checked_cells(kept.about)
     machine = PcMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)

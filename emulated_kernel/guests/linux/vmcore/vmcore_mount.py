@@ -50,7 +50,9 @@ class VmcoreControlCalls(GuestCalls):
     def request(self, client: Client | None) -> AbstractContextManager[None]:
         """Return the context in which the guest runs for a request. Lock: taken.
 
-        If the process of `client` is killed, the run ends. If `client` is None, nothing ends the run.
+        If the process of `client` is killed, the run ends. If `client` is None, only the time limit of
+        VmcoreCalls.bounded() ends it.
+
         Raises: KernelError EIO (the mount has ended).
         """
         return self._running(client, self.engine.request_begins)
