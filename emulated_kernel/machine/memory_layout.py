@@ -43,7 +43,7 @@ class MemoryLayout:
     text_space: int
     """Insn slots and detour buffers, within the reach of a jump from the image."""
     module_space: int
-    """Text and data of modules, also within the reach of a jump from the image."""
+    """Text and data of modules, within the reach of a jump from the image."""
     host_text: int
     """Page of the host's code: the halt to which called functions return, and the code of the self-test."""
     record_pages: int

@@ -120,10 +120,10 @@ def enter_namespace(*, real_root: bool = False) -> None:
 
     If the user is not root, also create a user namespace, in which this process is root.
 
-    `real_root`: the user is root, and the command keeps root's rights. Then the open files and the working
-    directory are not checked; if False, they are.
-    Raises: CliError (`real_root` and the user is not root, the kernel refuses a namespace or mount, or an
-    open file or directory would give access to the host's files).
+    `real_root`: let the command keep root's rights, which only root may ask for. If False, check that no open
+    file, and not the working directory, gives access to the host's files.
+    Raises: CliError (`real_root` is True and the user is not root, the kernel refuses a namespace or mount,
+    or an open file or directory would give access to the host's files).
     """
     uid = os.geteuid()
     gid = os.getegid()

@@ -220,7 +220,8 @@ def begin() -> None:
 def end() -> None:
     """End the process that begin() has started.
 
-    A process that was forked after begin() calls this function, too.
+    A process that was forked after begin() calls this function, too; there, it does not kill the compiling
+    process.
     """
     while _running:
         _running.pop().end()

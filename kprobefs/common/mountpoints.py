@@ -108,7 +108,7 @@ def check_proc() -> None:
 def mount_points() -> list[MountPoint]:
     """Return all mounts of this mount namespace, in order: a mount covers earlier ones on its directory.
 
-    Raises: CliError (/proc is not mounted or shows other processes).
+    Raises: CliError (/proc is not mounted, or shows another pid namespace).
     """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:

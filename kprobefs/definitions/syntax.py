@@ -230,7 +230,10 @@ def is_command(word: str) -> bool:
 
 
 def without_count(word: str) -> str:
-    """Return a word of a list without the count of its command, which the kernel decrements."""
+    """Return a word of a list file, such as set_ftrace_filter, without the digits of its count.
+
+    The kernel decrements the count at each hit. Without it, `FUNCTION:traceoff:5` is `FUNCTION:traceoff:`.
+    """
     return re.sub(r":\d+$", ":", word)
 
 

@@ -360,7 +360,9 @@ _one_at_a_time = Lock()
 
 
 def count_on_worker(names: _Names, digest: str, number: int) -> Any:
-    """Count a piece (see FunctionCounter.count_piece) in the worker of a cluster, and return the counts.
+    """Count the piece `number` in a worker of a Dask cluster, and return the counts.
+
+    See FunctionCounter.count_piece().
 
     `digest`: value of FunctionCounter.digest in the command's process.
 

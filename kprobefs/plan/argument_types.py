@@ -44,7 +44,10 @@ _BIG_ENDIAN = lazy_pattern(r"__be(?:16|32|64)|__sum16|__wsum")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A fetch argument of a definition, and the value from which it starts."""
+    """A fetch argument that starts from a parameter or the result of the probed function.
+
+    In `+8(+16($arg1)):u32`, the argument starts from $arg1.
+    """
 
     arg: ProbeArg
     column: int

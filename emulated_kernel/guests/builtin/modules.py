@@ -102,12 +102,15 @@ class Modules:
                 raise self._refusal(*file.refusal)
 
     def load(self, files: list[ModuleFile]) -> None:
-        """Load the files that read() has returned; skip modules of the image that are loaded already.
+        """Load the files that read() has returned.
+
+        A module of the image is skipped if it is loaded already. For a file at a path, this is an error.
 
         Raises: as check(), KernelError EFBIG (larger than MAX_SIZE), ENOEXEC (not a module for this kernel),
-        ENOENT (an unresolved symbol), EEXIST (the module is loaded already), ENOMEM (no memory for the
-        module), the errno of the module's init function, EFAULT (the init function was killed).
-        Mirrors: modprobe; insmod for a path.
+        ENOENT (an unresolved symbol), EEXIST (the module of a file at a path is loaded already), ENOMEM (no
+        memory for the module), the errno of the module's init function, EFAULT (the init function was
+        killed).
+        Mirrors: modprobe for modules of the image, insmod for a file at a path.
         """
         self.check(files, self.names())
         for file in files:

@@ -43,9 +43,10 @@ _CHECK = 0.1
 Another program that listens to these events can make the kernel stop reporting them.
 """
 _MAX_LOOKS_WITHOUT_EVENT = 3
-"""Number of successive looks that found new pids but no event, after which each look reads /proc.
+"""Number of successive looks with new pids but no event, after which each look reads /proc.
 
-Fewer such looks prove nothing, since an event may still be on its way.
+Fewer such looks do not show that the host's kernel has stopped reporting events, since an event may still be
+on its way.
 """
 _START_TIMEOUT = 1.0
 """Maximum seconds from the allocation of a pid until its process appears in events or in /proc."""

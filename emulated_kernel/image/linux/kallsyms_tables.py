@@ -143,7 +143,8 @@ def _find_packed_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names 
     Return None if no word can be num_syms, or if `budget` is used up.
 
     In this layout, the token table directly follows the markers. num_syms must match the number of markers,
-    and its offset must match the last marker. `budget` is reduced by the number of decoded names.
+    of which there is one for each 256 names. The last marker tells how far before the markers num_syms can
+    be. `budget` is reduced by the number of decoded names.
     """
     first = max(0, tokens.start - _NAMES_LIMIT)
     first += -first % _PACKED

@@ -313,7 +313,10 @@ class Compiler:
 
     @property
     def _live_in_callers(self) -> LiveRegisters | None:
-        """Registers that callers of guest code may read afterwards; None if the code saves all registers."""
+        """Registers to preserve in code with many callers, each of which may read any: all but ip, sp, flags.
+
+        None: the code saves all registers anyway.
+        """
         if self.saves_all:
             return None
         return LiveRegisters(self._arch.general_registers - {"ip", "sp", "flags"}, flags=False)
@@ -449,11 +452,11 @@ class Compiler:
         *,
         by_call: bool = False,
     ) -> HandlerCode:
-        """Generate the program's machine code, which saves the changed registers that are live.
+        """Generate the program's machine code, which saves the live registers that it changes.
 
-        `live`: the live registers; None: those that are live at `address` in the probed function. If
-        `saves_all` is set, the code saves all registers. `by_call`: True if an fentry site calls the code;
-        False if it is entered in another way.
+        If the attribute `saves_all` is set, the code saves all registers instead. `live`: the live registers;
+        None: those that are live at `address` in the probed function. `by_call`: True if an fentry site calls
+        the code; False if it is entered in another way.
         """
         needed = None if self.saves_all else live or self._verdict.live_at(address)
         compile_program = self._arch.called_code if by_call else self._arch.handler_code

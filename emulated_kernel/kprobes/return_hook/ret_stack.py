@@ -47,22 +47,22 @@ from emulated_kernel.util.errors import KernelError
 SHADOW_STACK_SIZE = PAGE_SIZE
 """Size in bytes of a task's array of entries, without the counts after it."""
 HOOK = 0
-"""Index of the word with the address of the hook, counted from the end of an entry's data."""
+"""Index of the word with the address of the hook, among the words after an entry's data."""
 RET_ADDR = 1
-"""Index of the word with the real return address, counted from the end of an entry's data."""
+"""Index of the word with the real return address, among the words after an entry's data."""
 FRAME = 2
-"""Index of the word with the return address's place on the stack, counted from the end of an entry's data."""
+"""Index of the word with the stack address of the return address, among the words after an entry's data."""
 SIZE = 3
-"""Index of the word with the number of words of an entry, counted from the end of the entry's data."""
+"""Index of the word with the number of words of an entry, among the words after the entry's data."""
 TRAILER = 4
 """Number of words in an entry after its data."""
 _USED = 0
-"""Index, counted from the end of a task's array, of the word with the number of words in use.
+"""Index of the word with the number of words in use, among the words after a task's array.
 
 Linux has this number in task_struct.
 """
 _OVERRUNS = 1
-"""Index, counted from the end of a task's array, of the word with the number of overruns.
+"""Index of the word with the number of overruns, among the words after a task's array.
 
 An overrun is a call for which the array had no space. Linux has this number in task_struct.
 """

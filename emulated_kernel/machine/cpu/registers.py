@@ -26,8 +26,8 @@ class Regs:
     """The registers of the current CPU as attributes; an access to an attribute accesses the CPU.
 
     Values are unsigned, and assigned values are truncated to the CPU's width. Registers are only valid while
-    the guest is stopped or in a hook. i386 has no r8 to r15. `api_regs` works with any version of Unicorn;
-    `fast_regs` is ten times as fast.
+    the guest is stopped or in a hook. i386 has no r8 to r15. Two functions make such an object: api_regs()
+    works with any version of Unicorn; the object of fast_regs() is ten times as fast.
     """
 
     __slots__ = (*_NO_SLOTS,)

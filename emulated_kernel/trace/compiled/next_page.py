@@ -252,10 +252,10 @@ class NextPageEmitter:
         self._builder.place(full)
 
     def _find_target(self, refused: Label) -> None:
-        """Emit code that sets _COUNTS, and keeps the next page's slot and number in the request for room.
+        """Emit code that finds the next page, and keeps its ring slot and number in the request for room.
 
-        The code jumps to `refused` if there is no page with this number, because the guest has damaged the
-        table of ring slots.
+        The code also sets the virtual register _COUNTS. It jumps to `refused` if there is no page with this
+        number, because the guest has damaged the table of ring slots.
         """
         emit = self._emit
         emit(self._load(_TEMP, "nr_pages"), self._load(_PLACE, "tail_slot"))

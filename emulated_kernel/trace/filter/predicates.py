@@ -182,8 +182,8 @@ class CpusPredicate:
 class NeverPredicate:
     """A predicate that is always false.
 
-    As in Linux, comparisons of arrays whose size is not that of a number, and `&` with the CPU, are always
-    false.
+    As in Linux, two predicates are always false: a comparison of a number with a field whose size is not 1,
+    2, 4 or 8 bytes, such as an array, and the operator `&` on the field CPU.
     """
 
     def test(self, entry: RawEntry) -> bool:

@@ -389,7 +389,8 @@ class ClientScheduler:
     def cancel_service(self, task: LinuxTask) -> None:
         """Cancel the service (the host's work) in the task's call.
 
-        A call that waits for the service gets no result.
+        A call that already waits for the service sleeps until something else, such as a signal, wakes the
+        task.
         """
         task.waits = False
         task.service = None

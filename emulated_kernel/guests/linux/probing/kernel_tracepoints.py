@@ -225,7 +225,10 @@ class KernelTracepoints:
         # Linux: a preemptible kernel subtracts the count that the tracepoint itself has added.
         self._own_count = -1 if kernel.is_preemptible else 0
         self._points: dict[int, Tracepoint] = {}
-        """Address that serves as a trace_event_file -> tracepoint, for batches with allocated memory."""
+        """Address of an event's trace_event_file (see the class) -> the event's tracepoint.
+
+        The events of an EventBatch are missing until one of them is enabled for the first time.
+        """
         self.by_name: dict[str, Tracepoint] = {}
         """Name of an event as GROUP:EVENT -> its tracepoint."""
         self._pending: list[tuple[int, int, int, int]] = []

@@ -97,9 +97,10 @@ def _model(tasks: RunningLinux, kernel: LinuxKernel) -> CpuModel:
 class ProbedLinux(ProbedMachine):
     """The CPU and memory of a distribution's kernel, as the probe engine uses them.
 
-    `tasks`: the running kernel. `kernel`: its symbols, types and text, which must be the text in the guest's
-    memory. Raises: MemoryFault (the text is not mapped), KernelError ENOEXEC (a per-CPU area is too far from
-    the handlers' variables), and the errors of _model() and linux_clock().
+    `tasks`: the kernel as it runs in the machine. `kernel`: the content of the same kernel's file. Its text
+    must be equal to the text in the guest's memory. Raises: MemoryFault (the text is not mapped), KernelError
+    ENOEXEC (a per-CPU area is too far from the handlers' variables), and the errors of _model() and
+    linux_clock().
     """
 
     cpu = 0
