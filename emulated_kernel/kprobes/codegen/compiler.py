@@ -258,7 +258,7 @@ class Compiler:
         return code
 
     def existing_post_code(self, owner: AggrKprobe, target: int) -> CompiledCode | None:
-        """Return the post_code that was compiled for this owner and target, or None if there is none yet."""
+        """Return the code that post_code() compiled for `owner` and `target`, or None if there is none."""
         return self.asm_thunks.get((owner, target))
 
     def _thunk(
