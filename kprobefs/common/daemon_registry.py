@@ -10,7 +10,7 @@ import signal
 import stat
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import POLLIN, poll
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
 """Environment variable with the path of the runtime directory. If it is set, no other one is used."""
 LOCK_TIMEOUT = 5.0
-"""Maximum seconds that a starting daemon waits for a record's lock if no live daemon serves the directory."""
+"""Maximum seconds that a starting daemon waits for a record's lock if no live daemon has a mount there."""
 LOCK_PAUSE = 0.02
 """Seconds between two attempts to lock a record."""
 FALLBACK = "/tmp/kprobefs-"
@@ -111,13 +111,16 @@ def _fields(pid: int) -> list[str]:
 class Registration:
     """The record file of this daemon. Its lock prevents a second daemon for the same directory."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, is_mounted: Callable[[str], bool] = lambda _directory: True) -> None:
         """Create, lock and write the record file of `daemon`.
 
+        `is_mounted`: whether kprobefs is mounted on a directory. If not, another daemon of this directory
+        only begins or ends, so wait for its mount or its end.
         Raises: CliError (another daemon serves the directory, or the file cannot be written).
         """
         sweep()
         self.daemon = daemon
+        self._is_mounted = is_mounted
         self._path = _record_path(daemon.directory)
         try:
             self._file = self._locked(daemon.directory)
@@ -148,7 +151,7 @@ class Registration:
             file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
             if file is None:
                 raise CliError(f"{self._path}: not a private file of yours; remove it")
-            if not _lock(file, directory):
+            if not _lock(file, lambda: self._is_mounted(directory) and running(directory) is not None):
                 file.close()
                 raise CliError(f"{directory}: another kprobefs daemon serves it; unmount it first")
             if _is_at(self._path, file):
@@ -184,11 +187,11 @@ def _is_at(path: Path, file: IO[Any]) -> bool:
     return False
 
 
-def _lock(file: TextIO, directory: str) -> bool:
-    """Lock the record file of the daemon of `directory`. Return False if another daemon serves the directory.
+def _lock(file: TextIO, is_served: Callable[[], bool]) -> bool:
+    """Lock the record file of a directory's daemon. Return False if another daemon serves the directory.
 
-    sweep() also takes the lock, for a short time. So if no live daemon serves the directory, try again for at
-    most LOCK_TIMEOUT seconds, and then return False, too.
+    sweep() also takes the lock, for a short time, and a daemon holds it until its end, also after umount(8).
+    So while `is_served` returns False, try again for at most LOCK_TIMEOUT seconds. Then return False, too.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
@@ -196,7 +199,7 @@ def _lock(file: TextIO, directory: str) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if running(directory) is not None or time.monotonic() >= deadline:
+            if is_served() or time.monotonic() >= deadline:
                 return False
             time.sleep(LOCK_PAUSE)
 

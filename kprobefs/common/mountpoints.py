@@ -140,6 +140,11 @@ def mounted_on(directory: str) -> MountPoint | None:
     return found[-1] if found else None
 
 
+def is_mounted(directory: str) -> bool:
+    """Return True if kprobefs is mounted on a directory, perhaps below another mount."""
+    return any(point.directory == directory for point in our_mounts())
+
+
 def resolve(path: str) -> str:
     """Return `path` as an absolute path without symbolic links; send no request to a mount of kprobefs.
 

@@ -183,7 +183,7 @@ class Service:
         # Hazard: libfuse handles signals that have the default action, so install handlers before it starts.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        registration = Registration(self._describe())
+        registration = Registration(self._describe(), mountpoints.is_mounted)
         watchdog = None
         watcher = None
         try:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from kprobefs.common import daemon_registry
 from stress.endurance.late import PROGRAM
 from stress.endurance.looks import SLOWEST, WITHIN, lateness, look, read_each, soundly_serves, timed
 from stress.endurance.starved import starved
@@ -225,6 +226,8 @@ def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float
     for spec in specs:
         with daemon(directory, program=["faketime", "-f", spec, *REAL_PROGRAM]) as running:
             soundly_serves(running)
+        # faketime passes no signal on, so the daemon ends some time after the unmount.
+        eventually(lambda: daemon_registry.running(str(directory)) is None, "the daemon does not end")
     return f"{len(specs)} clocks"
 
 

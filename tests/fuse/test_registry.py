@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
@@ -37,10 +38,10 @@ def test_a_record_removed_while_its_lock_was_awaited(monkeypatch: pytest.MonkeyP
     running_still = [Registration(DAEMON)]
     really_lock = daemon_registry._lock
 
-    def lock(file: TextIO, directory: str) -> bool:
+    def lock(file: TextIO, is_served: Callable[[], bool]) -> bool:
         while running_still:
             running_still.pop().close()
-        return really_lock(file, directory)
+        return really_lock(file, is_served)
 
     monkeypatch.setattr(daemon_registry, "_lock", lock)
     new = Registration(DAEMON)

@@ -6,11 +6,14 @@ import errno
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kprobefs.common.errors import ExitStatus
+from kprobefs.common.mountpoints import detach
 from tests.fuse.harness import (
     PATIENCE,
     REAL_PROGRAM,
@@ -101,6 +104,27 @@ def test_a_new_mount_over_a_dead_one(directory: Path) -> None:
             os.listdir(directory)
         with daemon(directory, program=REAL_PROGRAM):
             assert Files(directory).read("kprobes/enabled") == "1\n"
+
+
+def test_a_new_mount_while_the_daemon_of_an_unmounted_one_ends(directory: Path) -> None:
+    """After umount(8), the next mount waits for the end of the old daemon, which may be without a CPU."""
+    with daemon(directory, program=REAL_PROGRAM) as old:
+        pid = old.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            detach(str(directory))
+            with ThreadPoolExecutor(1) as thread:
+                new = thread.submit(kprobefs, "mount", str(directory), program=REAL_PROGRAM)
+                # Without a wait, the start is refused in this time.
+                assert wait([new], timeout=1).not_done
+                os.kill(pid, signal.SIGCONT)
+                assert (new.result().returncode, new.result().stderr) == (0, "")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert old.process.wait(PATIENCE) == 0
+        assert Files(directory).read("kprobes/enabled") == "1\n"
+        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == 0
 
 
 def test_layout_tracefs(directory: Path) -> None:
