@@ -117,6 +117,11 @@ class RunningWorkload:
         return max(self.started + self.order.duration - monotonic(), 0.0)
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the workload has executed a round."""
+        return self.rounds + self.failed > 0
+
+    @property
     def due(self) -> float:
         """Time at which the next round begins, in seconds of the host's monotonic clock."""
         return self.started + (self.rounds + self.failed) / self.order.rate
@@ -243,6 +248,7 @@ class Workloads:
     def _slice(self, running: RunningWorkload) -> None:
         """Execute the rounds of a workload that are due; begin none after SLICE seconds.
 
+        The first round is executed even if the thread has got no CPU until the duration has passed.
         End the workload if its duration has passed, the guest is dead, or MAX_FAILURES rounds in succession
         have failed with KernelError. Any other exception ends the workload at once.
         """
@@ -252,6 +258,8 @@ class Workloads:
         try:
             self._host.slice_begins()
             until = monotonic() + SLICE
+            if not running.is_begun:
+                self._round(running, running.load)
             while running.due <= monotonic() < until and running.left:
                 self._round(running, running.load)
             if running.left and running.in_succession < MAX_FAILURES and not self._host.is_dead:

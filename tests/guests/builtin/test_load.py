@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.guests.builtin.workloads.workload import SYSTEM_CALLS, BackgroundWorkload
+from emulated_kernel.guests.common import workloads
 from emulated_kernel.guests.common.workloads import WorkloadKind, WorkloadOrder
 from emulated_kernel.kernel.api import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -120,6 +121,15 @@ def test_ends_by_itself(kernel: Kernel) -> None:
     assert 1 <= rounds <= 30
     assert text.endswith(" failed=0\n")
     assert not any(task.comm.startswith("load/") for task in tasks(kernel).values())
+
+
+def test_a_load_whose_thread_is_late_makes_one_round(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(workloads, "monotonic", lambda: now)
+    with kernel.lock:
+        kernel.loads.start(WorkloadOrder(WorkloadKind.FORK, rate=30, duration=1))
+        now = 5.0
+    assert " rounds=1 failed=0\n" in await_state(kernel, "done")
 
 
 def test_is_stopped(kernel: Kernel) -> None:
