@@ -212,7 +212,9 @@ class TestHostOutOfReach:
         """If the caller's working directory is in another mount namespace, the command starts in the
         directory of the same path in its own namespace.
         """
-        script = """unshare -m sleep 60 & other=$!; sleep 1; cd /proc/$other/root; $RUN -- sh -c '
+        script = """unshare -m sleep 60 & other=$!
+            until grep -qx sleep /proc/$other/comm; do sleep 0.01; done
+            cd /proc/$other/root; $RUN -- sh -c '
                 pwd; events=sys/kernel/tracing/available_events; cmp $events /$events && echo same'
             status=$?; kill $other; exit $status"""
         done = beside_host(script, tmp_path)
