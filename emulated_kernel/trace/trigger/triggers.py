@@ -197,8 +197,10 @@ def parse_trigger_filter(event: TraceEvent, text: str | None, triggers: EventTri
     if text is None:
         return None
     word, expression = split_at(text)
-    if word != "if" or expression is None:
+    if word != "if":
         raise KernelError(errno.EINVAL, f"{word!r}: a filter must start with 'if'")
+    if expression is None:
+        raise KernelError(errno.EINVAL, "trigger: the filter after `if` is empty")
     try:
         return parse_event_filter(expression, event.fields, triggers.words)
     except FilterParseError as failure:

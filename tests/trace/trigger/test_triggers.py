@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from itertools import groupby
 
 import pytest
 
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.util.errors import KernelError
 from tests.trace.events.kernel import errno_of
 from tests.trace.trigger.control import TriggerKernel
 
@@ -86,6 +89,23 @@ def test_shown(kernel: TriggerKernel, written: str, shown: str) -> None:
 def test_errors(kernel: TriggerKernel, written: str, name: str) -> None:
     assert errno_of(lambda: kernel.write(written)) == name
     assert "".join(kernel.kernel.events.error_log.records()) == ""
+
+
+@pytest.mark.parametrize("command", ["traceoff", "traceoff:5", "enable_event:kprobes:b"])
+@pytest.mark.parametrize(
+    ("condition", "why"),
+    [
+        ("if", "trigger: the filter after `if` is empty"),
+        ("if ", "trigger: the filter after `if` is empty"),
+        ("iff n > 5", "'iff': a filter must start with 'if'"),
+        ("n > 5", "'n': a filter must start with 'if'"),
+    ],
+)
+def test_a_malformed_filter_is_refused_with_its_fault(
+    kernel: TriggerKernel, command: str, condition: str, why: str
+) -> None:
+    with pytest.raises(KernelError, match=rf"^\[Errno {errno.EINVAL}\] {re.escape(why)}$"):
+        kernel.write(f"{command} {condition}")
 
 
 def test_one_of_a_kind(kernel: TriggerKernel) -> None:
