@@ -305,7 +305,8 @@ def refusals() -> str:
         f"# From refusals to checks\n\nThe functions that refuse a request, by reason and by errno. {NOTE}\n",
         "## Reasons, and texts of error_log\n\n"
         "A `RejectReason` refuses a kprobe, or only its jump. `check_address_safe()` and `check_insn()` of "
-        "the probe checkers refuse kprobes. The functions that raise the errno are `ProbePlaces.check` "
+        "the probe checkers refuse kprobes, with the errno of the reason, such as EINVAL or EILSEQ. The "
+        "functions that raise the errno are `ProbePlaces.check` "
         "(`emulated_kernel/kprobes/probe_places.py`) and `InsnCopier.prepare` "
         "(`emulated_kernel/kprobes/hit/insn_copy.py`). The other functions refuse jumps, which leaves a "
         "breakpoint.\n\n"
@@ -466,11 +467,13 @@ def main() -> int:
     stale = []
     for name, page in PAGES.items():
         text, path = page(), REFERENCE / name
+        is_stale = not path.exists() or path.read_text(encoding="utf-8") != text
         if is_check:
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
+            if is_stale:
                 stale.append(name)
         else:
             path.write_text(text, encoding="utf-8")
+            print(f"docs/reference/{name}: {'written' if is_stale else 'unchanged'}")
     for name in stale:
         print(f"docs/reference/{name}: out of date; run python scripts/reference_tables.py", file=sys.stderr)
     return 1 if stale else 0
