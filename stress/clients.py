@@ -37,6 +37,18 @@ for place in proc sys dev; do mount --rbind /$place {root}/$place; done
 mount -t tmpfs none {root}/tmp
 exec chroot {root} bash -c {script}
 """
+AWAIT_RECORDERS = f"""
+await_recorders() {{
+    cpus=$(ls -d {TRACING}/per_cpu/cpu* | wc -l)
+    until [ $(for each in $(cat /proc/$PPID/task/$PPID/children); do
+            grep -q poll /proc/$each/wchan && readlink /proc/$each/fd/* | grep trace_pipe_raw
+        done | wc -l) -ge $cpus ]; do sleep 0.02; done
+}}
+"""
+"""Shell function for the command of `trace-cmd record`, which waits until all recorders wait for records.
+
+If trace-cmd stops a recorder before the recorder has begun, the records of its CPU are missing.
+"""
 
 
 class CheckFailed(Exception):
@@ -142,7 +154,7 @@ def probes(clients: Clients) -> None:
     lines = [f"echo {shlex.quote(text)} >> {TRACING}/dynamic_events" for text in _definitions(clients)]
     # The records must be shown before trace-cmd reads them.
     show = f"echo 0 > {TRACING}/tracing_on; grep -v '^#' {TRACING}/trace > /tmp/shown"
-    work = f"mkdir made; rmdir made; (:); {show}"
+    work = f"{AWAIT_RECORDERS}await_recorders; mkdir made; rmdir made; (:); {show}"
     record = f"trace-cmd record -o /tmp/recorded.dat -e c bash -c {shlex.quote(work)}"
     listed, _, shown, report = clients.answers(
         "\n".join((*lines, "trace-cmd list -e '^c:'")),

@@ -12,6 +12,7 @@ from tempfile import gettempdir
 
 import pytest
 
+from stress.clients import AWAIT_RECORDERS
 from tests.fuse.harness import needs_fuse
 from tests.mounted.system import as_system, while_sleeping
 
@@ -153,15 +154,14 @@ class TestTraceCmd:
         The mount has as many CPUs as the host, because trace-cmd reads the host's number of CPUs and needs a
         buffer for each CPU.
         """
-        script = """
+        script = f"""
             cd "$HOME"
             cat >command <<'END'
-# trace-cmd loses what a short command does before its recorders read, and just before the end.
-sleep 0.5
+{AWAIT_RECORDERS}
+await_recorders
 # The first read makes the shell a client, whose forks the trace shows.
 read -r line < /sys/kernel/debug/machine/version
 cat /sys/kernel/debug/machine/version
-sleep 0.5
 END
             trace-cmd record -e sched_process_fork -o trace.dat bash command >/dev/null
             trace-cmd report -i trace.dat
@@ -176,13 +176,22 @@ END
         touch /sys/kernel/debug/scratch/many
         printf 'p:foo vfs_open a=$arg1 b=$arg2 c=$arg3 d=$arg4' > /sys/kernel/tracing/kprobe_events
         cat >load <<'END'
-import sys, time
-for _ in range(int(sys.argv[1])):
+import pathlib, re, sys, time
+def unread():
+    stats = pathlib.Path("/sys/kernel/tracing/per_cpu").glob("cpu*/stats")
+    return max(int(re.search("entries: (\\d+)", each.read_text())[1]) for each in stats)
+for number in range(int(sys.argv[1])):
+    while number % 50 == 0 and unread() > 400:
+        time.sleep(0.01)
     open("/sys/kernel/debug/scratch/many").close()
     time.sleep(0.002)
 END
     """
-    """Script that defines a probe, and writes a program `load` whose argument is the number of hits."""
+    """Script that defines a probe, and writes a program `load` whose argument is the number of hits.
+
+    A buffer of 32 KiB has space for about 600 records, and trace-cmd reads it when it is half full. On a busy
+    host, trace-cmd may read late, so the program waits while a buffer has 400 records.
+    """
 
     def test_record_into_small_buffers_loses_nothing(self, tmp_path: Path) -> None:
         """trace-cmd records 1000 hits of 52 bytes each through buffers of 32 KiB, without a loss."""
@@ -197,14 +206,15 @@ END
 
     def test_stream_shows_events_while_they_come(self, tmp_path: Path) -> None:
         script = f"""{self.PROBE}
+            # Otherwise, trace-cmd ends recorders by SIGUSR2 if they have not begun after half a second.
+            trap '' USR2
             timeout -k 1 80 trace-cmd stream -b 32 -e foo >stream &
             cd /sys/kernel/tracing
             until [ "$(cat events/kprobes/foo/enable tracing_on)" = $'1\\n1' ]; do sleep 0.1; done
             cd "$HOME"
             for more in 1 2; do
                 before=$(grep -c foo: stream)
-                {PYTHON} load 300
-                until [ "$(grep -c foo: stream)" -gt $((before + 100)) ]; do sleep 0.1; done
+                until [ "$(grep -c foo: stream)" -gt $((before + 100)) ]; do {PYTHON} load 100; done
                 echo more
             done
             kill -INT %1; wait
@@ -215,14 +225,17 @@ END
     def test_profile_ends(self, tmp_path: Path) -> None:
         """`trace-cmd profile` ends, and reports system calls.
 
-        trace-cmd's readers wake when half of a buffer is full. Records that the readers pass on after the end
-        of the command are lost, because trace-cmd then reads the pipes without waiting.
+        trace-cmd's recorders wake when half of a buffer is full. Records that the recorders pass on after the
+        end of the command are lost, because trace-cmd then reads the pipes without waiting. So the command
+        ends when trace-cmd waits for the recorders, and the recorders wait for records.
         """
         script = f"""{self.PROBE}
             cat >command <<'END'
+{AWAIT_RECORDERS}
 {PYTHON} load 50
 until grep -q '^read events: [1-9]' /sys/kernel/tracing/per_cpu/cpu*/stats; do sleep 0.1; done
-sleep 0.5
+await_recorders
+until grep -q poll /proc/$PPID/wchan; do sleep 0.02; done
 END
             timeout 80 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls sh command
         """

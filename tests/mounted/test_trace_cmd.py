@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stress.clients import AWAIT_RECORDERS
 from tests.fuse.harness import needs_fuse
 from tests.mounted.system import as_system
 from tests.mounted.test_tools import needs
@@ -25,15 +26,12 @@ def _recorded(tmp_path: Path, options: str) -> tuple[list[str], list[str]]:
 
     Both show the same records. trace-cmd has read them from trace_pipe_raw.
     """
-    # If trace-cmd stops a recorder before the recorder has begun, the records of its CPU are missing.
-    begun = "readlink /proc/[0-9]*/fd/* 2> /dev/null | grep -c trace_pipe_raw"
-    wait = f"until [ $({begun}) -ge $(ls -d /sys/kernel/tracing/per_cpu/cpu* | wc -l) ]; do sleep 0.05; done"
-    calls = f"{wait}; mkdir made; rmdir made; echo 0 > /sys/kernel/tracing/tracing_on"
+    calls = "await_recorders; mkdir made; rmdir made; echo 0 > /sys/kernel/tracing/tracing_on"
     script = f"""
         cd /sys/kernel/debug/scratch
         echo p:made vfs_mkdir > /sys/kernel/tracing/kprobe_events
         trace-cmd record -o {tmp_path}/trace.dat {options} \\
-            bash -c '{calls}; grep -v "^#" /sys/kernel/tracing/trace > {tmp_path}/shown' >&2
+            bash -c '{AWAIT_RECORDERS}{calls}; grep -v "^#" /sys/kernel/tracing/trace > {tmp_path}/shown' >&2
         trace-cmd report -i {tmp_path}/trace.dat
     """
     # trace-cmd counts the CPUs of the host.
