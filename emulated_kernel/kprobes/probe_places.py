@@ -40,7 +40,7 @@ class ProbePlaces:
         if name is not None:
             addr = self._symbols.lookup_name(name)
             if addr is None:
-                raise KernelError(errno.ENOENT, f"no symbol named {name}")
+                raise KernelError(errno.ENOENT, f"no symbol named {name!r}")
         assert addr is not None
         addr += kprobe.offset
         where = self._symbols.lookup(addr)

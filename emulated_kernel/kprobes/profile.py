@@ -218,7 +218,7 @@ def with_strategy(profile: Profile, strategy: str | None) -> Profile:
     if strategy is None:
         return profile
     if strategy not in STRATEGIES:
-        told = f"no strategy {strategy}; there is {', '.join(STRATEGIES)}"
+        told = f"no strategy {strategy!r}; there is {', '.join(STRATEGIES)}"
         raise KernelError(errno.EINVAL, told)
     if not profile.optimizer or profile.djprobe is not None:
         told = f"strategy {strategy}: profile {profile.name} has no optimizer; choose {DEFAULT}"
@@ -231,7 +231,7 @@ def profile_named(name: str) -> Profile:
     try:
         return PROFILES[name]
     except KeyError:
-        raise KernelError(errno.EINVAL, f"no profile {name}; there are {', '.join(PROFILES)}") from None
+        raise KernelError(errno.EINVAL, f"no profile {name!r}; there are {', '.join(PROFILES)}") from None
 
 
 def check_architecture(name: str, arch: str) -> None:

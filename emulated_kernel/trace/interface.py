@@ -454,4 +454,4 @@ def interface_named(name: str) -> Interface:
     try:
         return INTERFACES[name]
     except KeyError:
-        raise KernelError(errno.EINVAL, f"no interface {name}; there are {', '.join(INTERFACES)}") from None
+        raise KernelError(errno.EINVAL, f"no interface {name!r}; there are {', '.join(INTERFACES)}") from None

@@ -217,7 +217,7 @@ def test_what_can_not_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "No such file" in refused(capsys, "--image", str(tmp_path / "nothing"))
     assert "No such file" in refused(capsys, "--functions", str(tmp_path / "nothing"))
     assert "unknown architecture" in refused(capsys, "--arch", "vax")
-    assert "no profile linux-1.0" in refused(capsys, "--profile", "linux-1.0")
+    assert "no profile 'linux-1.0'" in refused(capsys, "--profile", "linux-1.0")
     assert "the pattern is empty" in refused(capsys, "--function", "")
 
 

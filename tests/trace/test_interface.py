@@ -60,7 +60,7 @@ def test_each_profile_names_an_interface_and_probe_rules() -> None:
 
 @pytest.mark.parametrize("named", [interface_named, probe_rules_named])
 def test_an_unknown_name_is_refused_with_those_that_exist(named: object) -> None:
-    with pytest.raises(KernelError, match=r"linux-0\.1; there are .*linux-6\.1") as refused:
+    with pytest.raises(KernelError, match=r"'linux-0\.1'; there are .*linux-6\.1") as refused:
         named("linux-0.1")  # type: ignore[operator]
     assert refused.value.name == "EINVAL"
 

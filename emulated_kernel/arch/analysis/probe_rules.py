@@ -55,5 +55,5 @@ def probe_rules_named(name: str) -> ProbeRules:
         return PROBE_RULES[name]
     except KeyError:
         raise KernelError(
-            errno.EINVAL, f"no probe rules {name}; there are {', '.join(PROBE_RULES)}"
+            errno.EINVAL, f"no probe rules {name!r}; there are {', '.join(PROBE_RULES)}"
         ) from None

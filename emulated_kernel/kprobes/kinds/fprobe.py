@@ -346,7 +346,7 @@ class Fprobes:
             if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
         )
         if not found:
-            raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
+            raise KernelError(errno.EINVAL, f"no function {fp.filter!r} can be traced")
         return found
 
     def functions_removed(self, gone: AbstractSet[int]) -> None:

@@ -97,7 +97,7 @@ class ReturnHooks:
             kind = SHADOW_STACKS[name]
         except KeyError:
             known = ", ".join(SHADOW_STACKS)
-            raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
+            raise KernelError(errno.EINVAL, f"no return hook {name!r}; there are {known}") from None
         stack = kind(self._words, self._tasks, len(self._machine.per_cpu_bases))
         stack.damage = self._machine.damage
         return stack

@@ -226,21 +226,22 @@ class ArrayEvents:
         if chosen:
             yield from self.set_all_steps(chosen, enabled)
         elif wanted.module is None or self._has_module is None or self._has_module(wanted.module):
-            raise KernelError(errno.EINVAL, "no such event")
+            raise KernelError(errno.EINVAL, f"{word!r}: no such event; see available_events")
         elif enabled:
             self._awaited.insert(0, wanted)
         else:
-            self._forget(wanted)
+            self._forget(wanted, word)
 
-    def _forget(self, removed: _Wanted) -> None:
+    def _forget(self, removed: _Wanted, word: str) -> None:
         """Drop waiting words of set_event, whose modules are not loaded, if `removed` covers them.
 
+        `word` is the text of `removed`.
         Raises: KernelError EINVAL (no waiting word is covered).
         Mirrors: kernel/trace/trace_events.c:remove_cache_mod (v7.2).
         """
         left = [each for each in self._awaited if not removed.covers(each)]
         if len(left) == len(self._awaited):
-            raise KernelError(errno.EINVAL, "no such event")
+            raise KernelError(errno.EINVAL, f"{word!r}: no such word waits for a module; see set_event")
         self._awaited = left
 
     def module_added(self, module: str) -> None:

@@ -170,10 +170,11 @@ class EventPids:
 
 
 def _pid(word: bytes) -> int:
+    text = word.decode("latin-1")
     try:
-        pid = kstrtoul(word.decode("latin-1")) & _PID_MASK
+        pid = kstrtoul(text) & _PID_MASK
     except KernelError as error:
-        raise KernelError(errno.EINVAL, "pid list: not a number") from error
+        raise KernelError(errno.EINVAL, f"pid list: {error.strerror}") from error
     if pid >= PID_LIMIT:
-        raise KernelError(errno.EPERM, f"pid list: pid {pid} is too big; pids are less than {PID_LIMIT}")
+        raise KernelError(errno.EPERM, f"pid list: pid {text} is too big; pids are less than {PID_LIMIT}")
     return pid

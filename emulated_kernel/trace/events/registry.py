@@ -24,6 +24,13 @@ LAST_EVENT_ID = 0xFFFF
 """The greatest id that fits into an entry's common_type, which is a u16."""
 
 
+def no_such_event(command: str, group: str, event: str) -> str:
+    """Return the text of an error: `command` is for an event that does not exist, or for none."""
+    if not group or not event:
+        return f"{command}: no event is given; write {command}:GROUP:EVENT"
+    return f"{group}:{event}: no such event; see available_events"
+
+
 class EventWatcher(ABC):
     """Interface of objects that are notified when events are added or removed."""
 

@@ -126,7 +126,7 @@ def _map_bits(text: str) -> int:
     """
     bits = max(kstrtoul(text) - 1, 0).bit_length()
     if not MIN_BITS <= bits <= MAX_BITS:
-        raise KernelError(errno.EINVAL, "histogram: the size is out of range; use 128 to 131072")
+        raise KernelError(errno.EINVAL, f"histogram: the size {text} is out of range; use 128 to 131072")
     return bits
 
 

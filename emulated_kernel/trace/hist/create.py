@@ -83,7 +83,7 @@ class ActionMaker:
         """
         data = self._data
         if data.variables.exists(name) and not data.removes:
-            raise KernelError(errno.EINVAL, f"histogram: the variable {name} already exists")
+            raise KernelError(errno.EINVAL, f"histogram: the variable {name!r} already exists")
         made = HistField(data, Flag.VAR | flags, size=size, type=type_, variable=name)
         made.index = data.map.add_variable()
         return made
@@ -133,7 +133,7 @@ class ActionMaker:
         arguments: list[int] = []
         for param in action.params:
             if param.count(".") == 1:
-                raise KernelError(errno.EINVAL, f"{param}: a name has no dot, or two dots")
+                raise KernelError(errno.EINVAL, f"{param!r}: a name has no dot, or two dots")
             system, event_name, name = qualified(param)
             variable = self._argument(action, system, event_name, name)
             if not event.takes(len(arguments), variable.value_type):
@@ -167,7 +167,7 @@ class ActionMaker:
                 raise self._log.error(HistError.PARAM_NOT_FOUND, name)
             return found
         if system is None or event_name is None:
-            raise KernelError(errno.EINVAL, f"histogram: no field {name}")
+            raise KernelError(errno.EINVAL, f"histogram: no field {name!r}")
         return self._field_of_other(system, event_name, name)
 
     def _argument_field(self, name: str) -> HistField | None:

@@ -84,10 +84,10 @@ class ExpressionParser:
             raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
         body = text[1:]
         if "(" not in body:
-            raise KernelError(errno.EINVAL, "histogram: unary minus needs parentheses")
+            raise KernelError(errno.EINVAL, f"histogram: {text!r}: unary minus needs parentheses")
         inner, closing, rest = body[1:].rpartition(")")
         if not closing:
-            raise KernelError(errno.EINVAL, "histogram: a closing parenthesis is missing")
+            raise KernelError(errno.EINVAL, f"histogram: {text!r}: a closing parenthesis is missing")
         if rest:
             raise self._log.error(HistError.UNARY_MINUS_SUBEXPR, body[1:])
         operand = self._operand(inner)

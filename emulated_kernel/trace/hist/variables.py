@@ -183,5 +183,5 @@ class Variables:
             return operand
         found = operand.owner.variable(operand.name)
         if found is None:
-            raise KernelError(errno.EINVAL, f"histogram: no variable {operand.name}")
+            raise KernelError(errno.EINVAL, f"histogram: no variable {operand.name!r}")
         return found

@@ -237,7 +237,7 @@ class TraceOptions:
         text = data.split(b"\0", 1)[0].decode("latin-1").strip(" \t\n\v\f\r\xa0")
         name = text.removeprefix("no")
         if name not in self._shown():
-            raise KernelError(errno.EINVAL, f"{name!r}: no option of the current tracer; see trace_options")
+            raise KernelError(errno.EINVAL, f"{text!r}: no option of the current tracer; see trace_options")
         if name in self._own:
             self.set(name, name == text)
         else:

@@ -273,7 +273,7 @@ def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg
     name, offset = split_symbol_offset(load.name, bits)
     address = symbols.lookup_name(name)
     if not address:
-        raise KernelError(errno.ENOENT, f"no symbol named {name}")
+        raise KernelError(errno.ENOENT, f"@{load.name}: no such symbol")
     load = FetchInsn(FetchOp.IMM, value=address + offset)
     return replace(arg, stages=replace(arg.stages, load=load))
 

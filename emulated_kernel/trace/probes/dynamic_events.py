@@ -192,7 +192,7 @@ class EventKind(ABC, Generic[D]):
         elif not self.create(command):
             reason = "no definition of this file's kind of event; dynamic_events takes all kinds"
             # Linux logs no entry in error_log.
-            raise KernelError(errno.EINVAL, reason)
+            raise KernelError(errno.EINVAL, f"{command!r}: {reason}")
 
     def records(self, start: int = 0) -> Iterator[str]:
         """Return the lines of the kind's file, from line `start` on, counted from 0."""
@@ -277,7 +277,8 @@ class DynamicEvents:
             release_matching(command, self._events)
         elif not any(kind.create(command) for kind in self._kinds):
             kind = _KIND.match(command)
-            reason = f"this kernel has no events of kind {kind[1]}" if kind else "it is no definition"
+            unknown = f"{command!r}: no definition of an event"
+            reason = f"this kernel has no events of kind {kind[1]}" if kind else unknown
             # Linux logs no entry in error_log.
             raise KernelError(errno.EINVAL, reason)
 
@@ -293,14 +294,14 @@ def release_matching(command: str, listed: DynEventList, own: Container[DynEvent
     head, *words = argv_split(command)
     group, event = _named(head)
     if group is None and not event:
-        raise KernelError(errno.EINVAL, "command: no event is named; write -:GROUP/EVENT")
+        raise KernelError(errno.EINVAL, f"{head!r}: no event is named; write -:GROUP/EVENT")
     found = False
     for each in tuple(listed.named(event)):
         if (own is None or each in own) and each.matches(group, event, words):
             each.release()
             found = True
     if not found:
-        raise KernelError(errno.ENOENT, "no such event")
+        raise KernelError(errno.ENOENT, f"{command!r}: no such event")
 
 
 def release_all(events: Sequence[DynEvent]) -> None:
@@ -323,6 +324,6 @@ def _named(head: str) -> tuple[str | None, str]:
     """
     before, colon, name = head.partition(":")
     if not colon or (head[0] == "-" and before != "-"):
-        raise KernelError(errno.EINVAL, "command: no event is named; write -:GROUP/EVENT")
+        raise KernelError(errno.EINVAL, f"{head!r}: no event is named; write -:GROUP/EVENT")
     group, slash, event = name.partition("/")
     return (group, event) if slash else (None, name)

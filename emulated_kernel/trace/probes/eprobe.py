@@ -268,7 +268,7 @@ class EventProbes(ProbeKind[Eprobe]):
             return parse_event_filter(text, target.fields, self.filter_words)
         except FilterParseError as failure:
             log_filter_error(self.error_log, text, failure)
-            raise KernelError(errno.EINVAL, "malformed filter") from None
+            raise KernelError(errno.EINVAL, f"{text!r}: malformed filter") from None
 
     def _finish(self, target: TraceEvent, log: TraceProbeLog, arg: ProbeArg) -> ProbeArg:
         """Check that `target` has the field that `arg` reads. Return `arg` with an address for `@symbol`.

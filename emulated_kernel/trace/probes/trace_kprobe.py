@@ -285,7 +285,7 @@ class TraceKprobe(TraceProbe):
             raise KernelError(errno.EINVAL, refused)
         self.args = resolve_symbols(self.args, symbols, self.engine.arch.bits)
         if self.place.symbol is not None and found is None:
-            raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
+            raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol!r}")
         self._hook(address)
 
     def _refused_tracing(self, address: int) -> str:

@@ -130,7 +130,7 @@ class SyntheticEvents(EventKind[_Entry]):
         name = _split_name(command)[0][1:]
         entry = self._find(name)
         if entry is None:
-            raise KernelError(errno.ENOENT, f"{name}: no such synthetic event; see synthetic_events")
+            raise KernelError(errno.ENOENT, f"{name!r}: no such synthetic event; see synthetic_events")
         self.remove(entry)
 
     def create(self, command: str) -> bool:

@@ -42,7 +42,8 @@ def _digits(text: str, start: int, base: int) -> tuple[int, int]:
     return value, index
 
 
-def _unsigned(text: str, base: int) -> int:
+def _unsigned(text: str, base: int, sign: str = "") -> int:
+    """Parse the number `text` without a sign; `sign` precedes it in the text of an error."""
     if (
         base in (0, 10)
         and text.isdecimal()
@@ -55,10 +56,18 @@ def _unsigned(text: str, base: int) -> int:
     base, start = _radix(text, base)
     value, end = _digits(text, start, base)
     if value > _ULLONG_MAX:
-        raise KernelError(errno.ERANGE, "number is out of range")
+        raise KernelError(errno.ERANGE, _out_of_range(sign + text))
     if end == start or text[end:] not in ("", "\n"):
-        raise KernelError(errno.EINVAL, "not a number")
+        raise KernelError(errno.EINVAL, f"{_shown(sign + text)}: not a number")
     return value
+
+
+def _shown(text: str) -> str:
+    return repr(text.removesuffix("\n"))
+
+
+def _out_of_range(text: str) -> str:
+    return f"{_shown(text)}: the number is out of range"
 
 
 def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
@@ -68,9 +77,10 @@ def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
     Raises: KernelError EINVAL (not a number), ERANGE (too large).
     Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
     """
-    value = _unsigned(text.removeprefix("+"), base)
+    digits = text.removeprefix("+")
+    value = _unsigned(digits, base, text[: len(text) - len(digits)])
     if value >> bits:
-        raise KernelError(errno.ERANGE, "number is out of range")
+        raise KernelError(errno.ERANGE, _out_of_range(text))
     return value
 
 
@@ -81,9 +91,9 @@ def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
     Raises: KernelError EINVAL (not a number), ERANGE (too large or too small).
     Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
     """
-    value = -_unsigned(text[1:], base) if text[:1] == "-" else kstrtoul(text, base)
+    value = -_unsigned(text[1:], base, "-") if text[:1] == "-" else kstrtoul(text, base)
     if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise KernelError(errno.ERANGE, "number is out of range")
+        raise KernelError(errno.ERANGE, _out_of_range(text))
     return value
 
 

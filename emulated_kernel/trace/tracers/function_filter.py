@@ -257,7 +257,8 @@ class FunctionSet(EditedSet):
         if pattern.startswith(b"!"):
             self._await_no_more(pattern[1:], module)
         elif self._functions.has_module(bytes_to_text(module)):
-            raise KernelError(errno.EINVAL, f"{bytes_to_text(pattern)}: no function of the module matches")
+            text = bytes_to_text(pattern + b":mod:" + module)
+            raise KernelError(errno.EINVAL, f"{text}: no function of the module matches")
         else:
             self.awaited.insert(0, (pattern, module))
         edit.has_awaited = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
-from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.registry import EventRegistry, no_such_event
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
@@ -26,6 +26,9 @@ Kind = tuple[str, bool]
 
 A function has at most one command of each kind.
 """
+
+_SWITCHES = ("enable_event", "disable_event")
+"""Names of the commands with an event."""
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class FunctionProbes:
         new = [site for site in sites if site not in probes]
         if not new:
             raise KernelError(
-                errno.EINVAL, f"{bytes_to_text(pattern)}: no function without this command matches"
+                errno.EINVAL, f"{bytes_to_text(pattern)!r}: no function without this command matches"
             )
         probes.update({site: self._make(title, count) for site in new})
         self._kinds[kind] = probes
@@ -135,14 +138,14 @@ class FunctionProbes:
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
         """
         if pattern.startswith(b"!"):
-            raise KernelError(errno.EINVAL, f"{bytes_to_text(pattern)}: write one ! before the pattern")
+            raise KernelError(errno.EINVAL, f"{bytes_to_text(pattern)!r}: write one ! before the pattern")
         probes = self._kinds.get(kind)
         if probes is None:
             raise KernelError(errno.ENODEV, f"{kind[0]}: no function has this command; see set_ftrace_filter")
         gone = self._functions.matching(pattern) & probes.keys()
         if not gone:
             raise KernelError(
-                errno.EINVAL, f"{bytes_to_text(pattern)}: no function with this command matches"
+                errno.EINVAL, f"{bytes_to_text(pattern)!r}: no function with this command matches"
             )
         self._drop(kind, gone)
 
@@ -182,16 +185,15 @@ class FunctionProbes:
         """
         name, colon, rest = command.partition(":")
         title = name
-        if name in ("enable_event", "disable_event"):
+        if name in _SWITCHES:
             group, _, rest = rest.partition(":")
             event, colon, rest = rest.partition(":")
             title = f"{name}:{group}:{event}"
             if self._registry.find(group, event) is None:
-                raise KernelError(errno.EINVAL, f"{group}:{event}: no such event; see available_events")
+                raise KernelError(errno.EINVAL, no_such_event(name, group, event))
         elif name not in self._plain:
-            raise KernelError(
-                errno.EINVAL, f"{name!r}: no such command; use {', '.join(self._plain)} or enable_event"
-            )
+            known = ", ".join((*self._plain, *_SWITCHES))
+            raise KernelError(errno.EINVAL, f"{name!r}: no such command; use {known} or mod:MODULE")
         return title, rest.partition(":")[0] if colon else None
 
     def _make(self, title: str, count: int | None) -> FunctionProbe:

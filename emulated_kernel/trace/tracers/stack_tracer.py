@@ -10,6 +10,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.array.services import TracingServices
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.symbols import sprint_symbol
+from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.tracers.available_functions import FunctionWatcher
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FilterEdit, FunctionSet
@@ -160,6 +161,6 @@ class StackFilter(FunctionSet):
             known = rest.split(b":", 1)[0] in _COMMANDS
             raise KernelError(
                 errno.ENODEV if known else errno.EINVAL,
-                "stack_trace_filter: commands are not accepted; write a pattern of functions",
+                f"{bytes_to_text(word)}: commands are not accepted; write a pattern of functions",
             )
         self.choose(word, edit)

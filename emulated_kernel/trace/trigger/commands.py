@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.context.probe_hit import ProbeHit
 from emulated_kernel.trace.events.event import EventFile
+from emulated_kernel.trace.events.registry import no_such_event
 from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.predicates import EventFilter
 from emulated_kernel.trace.ring.trace_entry import RawEntry
@@ -22,6 +23,11 @@ from emulated_kernel.trace.trigger.triggers import (
 )
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.fast_dataclass import dataclass
+
+
+def _exists(command: str, trigger: Trigger) -> str:
+    """Return the text of an error: `command` is refused, because the event has `trigger`."""
+    return f"{command}: the event has the trigger {trigger.show()}; remove that one first"
 
 
 class CountedTrigger(Trigger):
@@ -146,9 +152,7 @@ class ControlCommand(TriggerCommand):
         if kind is TriggerKind.SNAPSHOT:
             triggers.array.snapshot.allocate()
         if existing is not None:
-            raise KernelError(
-                errno.EEXIST, f"{self.name}: the event has such a trigger; remove that one first"
-            )
+            raise KernelError(errno.EEXIST, _exists(self.name, existing))
         file.add(self.trigger(self.name, triggers.array, limit, filter_))
 
 
@@ -218,13 +222,11 @@ class SwitchCommand(TriggerCommand):
         of `file` with the same TriggerKind switches that event), errors of parse_filter().
         """
         param, condition = separate_filter(rest, required=True)
-        group, colon, event_name = (param or "").partition(":")
-        if not colon:
-            raise KernelError(errno.EINVAL, f"{self.name}: no event is given; write {self.name}:GROUP:EVENT")
+        group, _, event_name = (param or "").partition(":")
         event_name, counted, count = event_name.partition(":")
         target = triggers.find_switchable(group, event_name)
         if target is None:
-            raise KernelError(errno.EINVAL, f"{group}:{event_name}: no such event; see available_events")
+            raise KernelError(errno.EINVAL, no_such_event(self.name, group, event_name))
         existing = file.trigger_with((self.trigger.kind, target))
         if removes:
             if existing is not None:
@@ -233,9 +235,7 @@ class SwitchCommand(TriggerCommand):
         limit = parse_count(count if counted else None)
         filter_ = parse_trigger_filter(file.event, condition, triggers)
         if existing is not None:
-            raise KernelError(
-                errno.EEXIST, f"{self.name}: a trigger switches {group}:{event_name}; remove that one first"
-            )
+            raise KernelError(errno.EEXIST, _exists(self.name, existing))
         target.hold()
         try:
             file.add(self.trigger(self.name, self.enable, target, limit, filter_))

@@ -160,12 +160,9 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 
     An item is None if that part is missing. If `required` is True, `rest` begins with PARAM. Otherwise PARAM
     is optional, and begins with a digit.
-    Raises: KernelError EINVAL (the parameter is required, and `rest` is None).
     Mirrors: event_trigger_separate_filter (v6.1).
     """
     if rest is None:
-        if required:
-            raise KernelError(errno.EINVAL, "trigger: the parameter is missing; write NAME:PARAMETER")
         return None, None
     if not required and not is_digit(rest):
         return None, rest

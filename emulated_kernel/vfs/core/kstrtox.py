@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
+from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.util.lazy_pattern import lazy_pattern
 
@@ -22,6 +23,11 @@ _SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0":
 _SWITCHES_AFTER_O = {b"n": True, b"f": False}
 
 
+def shown(data: bytes) -> str:
+    """Return the start of the first line of `data` in quotes, for the text of an error."""
+    return repr(bytes_to_text(data[:_NUMBER_BUFFER].partition(b"\n")[0]))
+
+
 def kstrtobool(data: bytes) -> bool:
     """Parse a switch: return True for 1, y, t or on, and False for 0, n, f or off.
 
@@ -31,7 +37,7 @@ def kstrtobool(data: bytes) -> bool:
     lowered = data[:2].lower()
     table, key = (_SWITCHES_AFTER_O, lowered[1:]) if lowered[:1] == b"o" else (_SWITCHES, lowered[:1])
     if key not in table:
-        raise KernelError(errno.EINVAL, "not a switch")
+        raise KernelError(errno.EINVAL, f"{shown(data)}: not a switch; write 0 or 1")
     return table[key]
 
 
@@ -44,10 +50,10 @@ def kstrtoul(data: bytes) -> int:
     text = data[:_NUMBER_BUFFER].split(b"\0", 1)[0]
     match = _UNSIGNED.fullmatch(text)
     if match is None:
-        raise KernelError(errno.EINVAL, "not an unsigned number")
+        raise KernelError(errno.EINVAL, f"{shown(text)}: not an unsigned number")
     value = int(match[1])
     if value >= 1 << 64:
-        raise KernelError(errno.ERANGE, "number too big")
+        raise KernelError(errno.ERANGE, f"{shown(text)}: the number has more than 64 bits")
     return value
 
 
@@ -60,7 +66,7 @@ def switch(data: bytes) -> bool:
     """
     value = kstrtoul(data)
     if value > 1:
-        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+        raise KernelError(errno.EINVAL, f"{value}: neither 0 nor 1")
     return bool(value)
 
 
@@ -73,7 +79,7 @@ def sysctl_switch(data: bytes) -> bool:
     """
     value = sysctl_int(data)
     if value not in (0, 1):
-        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+        raise KernelError(errno.EINVAL, f"{value}: neither 0 nor 1")
     return value == 1
 
 
@@ -87,12 +93,12 @@ def sysctl_int(data: bytes) -> int:
     """
     match = _INTEGER.match(data.lstrip())
     if match is None or len(match[0]) > _INTEGER_LIMIT:
-        raise KernelError(errno.EINVAL, "not a number")
+        raise KernelError(errno.EINVAL, f"{shown(data)}: not a number")
     sign, digits = match.groups()
     is_octal = digits[:1] == b"0" and digits[1:2] not in (b"x", b"X")
     value = int(sign + digits, 8 if is_octal else 0)
     if not -(1 << 31) <= value < 1 << 31:
-        raise KernelError(errno.EINVAL, "not an int")
+        raise KernelError(errno.EINVAL, f"{value}: not an int")
     return value
 
 
@@ -108,12 +114,12 @@ def cpumask(data: bytes, cpus: int) -> int:
     chunks = text.split()
     for chunk in chunks:
         if not _HEXADECIMAL.fullmatch(chunk):
-            raise KernelError(errno.EINVAL, "not hexadecimal")
+            raise KernelError(errno.EINVAL, f"{shown(chunk)}: not hexadecimal")
         if len(chunk) > _CHUNK_DIGITS:
-            raise KernelError(errno.EOVERFLOW, "a chunk has 32 bits")
+            raise KernelError(errno.EOVERFLOW, f"{shown(chunk)}: a chunk has at most 32 bits; add commas")
         mask = mask << 4 * _CHUNK_DIGITS | int(chunk, 16)
     if mask >> cpus or len(chunks) > -(-cpus // (4 * _CHUNK_DIGITS)):
-        raise KernelError(errno.EOVERFLOW, "no such CPU")
+        raise KernelError(errno.EOVERFLOW, f"{shown(text)}: no such CPU; the last one is {cpus - 1}")
     return mask
 
 
@@ -125,5 +131,5 @@ def ascii_lines(data: bytes) -> list[str]:
     try:
         lines = [line.strip() for line in data.decode("ascii").split("\n")]
     except UnicodeDecodeError as error:
-        raise KernelError(errno.EINVAL, "not ASCII") from error
+        raise KernelError(errno.EINVAL, f"byte {data[error.start]:#x} at {error.start}: not ASCII") from error
     return [line for line in lines if line]

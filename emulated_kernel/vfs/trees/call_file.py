@@ -57,7 +57,7 @@ class Calls:
         """
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:
-            raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
+            raise KernelError(errno.E2BIG, f"{len(words)} arguments; write at most {MAX_ARGUMENTS}")
         value = self._call_function(name, *(_argument(word, self._bits) for word in words))
         return f"{name} = {_result(value, self._bits)}"
 

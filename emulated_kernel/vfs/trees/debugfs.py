@@ -12,7 +12,7 @@ from emulated_kernel.util.abi import HZ
 from emulated_kernel.util.errors import KernelError
 from emulated_kernel.vfs.core.attribute_file import AttributeFile
 from emulated_kernel.vfs.core.command_file import CommandFile, explained
-from emulated_kernel.vfs.core.kstrtox import kstrtobool, kstrtoul
+from emulated_kernel.vfs.core.kstrtox import kstrtobool, kstrtoul, shown
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.seq_file import SeqFile, listing, single
@@ -91,7 +91,7 @@ def _stages_file(kprobes: Kprobes, log: Callable[[str], None] | None) -> File:
         elif len(words) == 2 and words[0] == b"1":
             kprobes.set_stages(True, -(-kstrtoul(words[1]) * HZ // 1000))
         else:
-            raise KernelError(errno.EINVAL, "write 0, 1, 1 MILLISECONDS or next")
+            raise KernelError(errno.EINVAL, f"{shown(data)}: write 0, 1, 1 MILLISECONDS or next")
         return len(data)
 
     execute = command if log is None else explained(log, "stages", command)

@@ -346,8 +346,9 @@ class _EventStats:
 
 def _counter(value: Callable[[], int], reset: Callable[[], None]) -> File:
     def store(data: bytes) -> None:
-        if kstrtoul(data) != 0:
-            raise KernelError(errno.EINVAL, "a counter can only be set to 0")
+        number = kstrtoul(data)
+        if number:
+            raise KernelError(errno.EINVAL, f"{number}: a counter can only be set to 0")
         reset()
 
     return AttributeFile(_READ_WRITE, show=lambda: f"{value()}\n", store=store)
