@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from kprobefs.common.mountpoints import MountState, condition
-from tests.fuse.harness import Daemon, needs_fuse
+from tests.fuse.harness import Daemon, eventually, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -136,7 +136,7 @@ def test_a_panic_leaves_control_files(files: Files) -> None:
     with assert_errno(errno.EFAULT):
         files.write("machine/call", 'panic "no reason"')
     assert files.lines("machine/dmesg")[-1].endswith("Kernel panic - not syncing: no reason")
-    assert condition(str(files.root)) is MountState.PANICKED
+    eventually(lambda: condition(str(files.root)) is MountState.PANICKED)
     for name in ("kprobes/list", "kprobe_events", "machine/tasks", "kprobes/stats/kprobes/a/bytes"):
         assert files.read(name)
     assert os.read(pipe, 100)

@@ -18,7 +18,7 @@ from kprobefs.cli import control
 from kprobefs.cli.top import Probes
 from kprobefs.common.errors import CliError
 from kprobefs.common.mountpoints import MountState, condition
-from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.guests.linux import debian_kernel
 from tests.kernel.gdb_client import GdbClient
 
@@ -256,7 +256,7 @@ def is_debugged(directory: Path) -> None:
     can be killed.
     """
     client = GdbClient((directory / "machine/gdb").read_text().strip())
-    assert condition(str(directory)) is MountState.DEBUGGED
+    eventually(lambda: condition(str(directory)) is MountState.DEBUGGED)
     with subprocess.Popen(["cat", str(directory / "scratch/traced")], stdout=subprocess.PIPE) as reader:
         with pytest.raises(subprocess.TimeoutExpired):
             reader.wait(0.3)
