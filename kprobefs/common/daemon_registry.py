@@ -11,7 +11,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from select import POLLIN, poll
 
@@ -21,7 +21,7 @@ from kprobefs.common.errors import CliError
 # Not from typing, which takes longer to import than most modules here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import IO, Any, TextIO
+    from typing import IO, Any, Self, TextIO
 
 RUNTIME_DIRECTORY = "KPROBEFS_RUNTIME_DIRECTORY"
 """Environment variable with the path of the runtime directory. If it is set, no other one is used."""
@@ -36,11 +36,6 @@ The directory is used if the user has no better one.
 """
 MAX_OLD_LOGS = 10
 """Maximum number of logs of failed daemons that are kept; older logs are removed."""
-STARTING = 10.0
-"""Maximum seconds from the creation of a daemon's log to that of its record.
-
-forget() does not remove a younger log.
-"""
 STATE = 0
 """Index of the process's state among the fields after the name in /proc/PID/stat. Mirrors: proc(5)."""
 PARENT = 1
@@ -120,10 +115,9 @@ class Registration:
         """
         sweep()
         self.daemon = daemon
-        self._is_mounted = is_mounted
         self._path = _record_path(daemon.directory)
         try:
-            self._file = self._locked(daemon.directory)
+            self._file = _locked(self._path, daemon.directory, is_mounted)
         except OSError as error:
             raise unwritable(self._path, error) from None
         try:
@@ -141,27 +135,39 @@ class Registration:
         except OSError as error:
             raise unwritable(self._path, error) from None
 
-    def _locked(self, directory: str) -> TextIO:
-        """Open and lock the record file of `directory`.
+    def __enter__(self) -> Self:
+        return self
 
-        If an ending daemon removes the file meanwhile, create a new one. Raises: CliError (another daemon
-        serves the directory, or the file is not a private one of this user).
-        """
-        while True:
-            file = _open_record(self._path, os.O_RDWR | os.O_CREAT)
-            if file is None:
-                raise CliError(f"{self._path}: not a private file of yours; remove it")
-            if not _lock(file, lambda: self._is_mounted(directory) and running(directory) is not None):
-                file.close()
-                raise CliError(f"{directory}: another kprobefs daemon serves it; unmount it first")
-            if _is_at(self._path, file):
-                return file
-            file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Call close(). After an exception, keep the log, because the exception is still to be logged."""
+        self.close(keeps_log=kind is not None)
 
-    def close(self) -> None:
-        """Remove the record file, because the daemon ends."""
+    def close(self, *, keeps_log: bool = False) -> None:
+        """Remove the record file, because the daemon ends. Also remove an empty log unless `keeps_log`."""
+        if not keeps_log:
+            _remove_log(self._path, only_empty=True)
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def _locked(
+    path: Path, directory: str, is_mounted: Callable[[str], bool] = lambda _directory: True
+) -> TextIO:
+    """Open and lock the record file `path` of `directory`. `is_mounted`: see Registration.
+
+    If an ending daemon removes the file meanwhile, create a new one. Raises: CliError (another daemon
+    serves the directory, or the file is not a private one of this user), OSError.
+    """
+    while True:
+        file = _open_record(path, os.O_RDWR | os.O_CREAT)
+        if file is None:
+            raise CliError(f"{path}: not a private file of yours; remove it")
+        if not _lock(file, lambda: is_mounted(directory) and running(directory) is not None):
+            file.close()
+            raise CliError(f"{directory}: another kprobefs daemon serves it; unmount it first")
+        if _is_at(path, file):
+            return file
+        file.close()
 
 
 def unwritable(path: str | Path, error: OSError) -> CliError:
@@ -275,7 +281,7 @@ def sweep() -> None:
     """Remove the records of killed daemons, and logs without records except the newest MAX_OLD_LOGS."""
     from emulated_kernel.util.safe_read import open_regular
 
-    directory = runtime_directory()
+    directory = runtime_directory(creates=False)
     for path in directory.glob("*.json"):
         with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,17 +293,35 @@ def sweep() -> None:
         path.unlink(missing_ok=True)
 
 
-def forget(directory: str) -> None:
-    """Remove the record of a killed daemon whose mount is gone, and its log if the log is empty.
+def forget(directory: str, *, keeps_log: bool = True) -> None:
+    """Remove the record of a daemon that has ended, and its log if the log is empty.
 
-    A log that is younger than STARTING may belong to a starting daemon without a record, so it stays.
+    `keeps_log`: if False, remove the log even if it is not empty. If another daemon has begun to serve
+    `directory`, leave both.
     """
-    with suppress(FileNotFoundError, CliError):
+    with suppress(OSError, CliError):
+        path = _record_path(directory, creates=False)
+        if path.exists() or path.with_suffix(".log").exists():
+            with ExitStack() as held:
+                try:
+                    held.enter_context(_locked(path, directory))
+                except OSError:
+                    # If the disk is too full for a record, no other daemon has one, either.
+                    if path.exists():
+                        raise
+                _remove_log(path, only_empty=keeps_log)
+                path.unlink(missing_ok=True)
         sweep()
-        log = log_path(directory)
-        found = log.lstat()
-        is_old = time.time() - found.st_mtime > STARTING
-        if is_old and not found.st_size and not _record_path(directory).exists():
+
+
+def _remove_log(record: Path, *, only_empty: bool) -> None:
+    """Remove the log of the daemon with the record file `record`. `only_empty`: leave a log that has text.
+
+    The caller must have locked the record file, because each daemon opens its log after it has done so.
+    """
+    log = record.with_suffix(".log")
+    with suppress(OSError):
+        if not only_empty or not log.lstat().st_size:
             log.unlink()
 
 
@@ -308,19 +332,22 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def runtime_directory() -> Path:
+def runtime_directory(*, creates: bool = True) -> Path:
     """Return the directory of records and logs, `daemons` in the runtime directory.
 
-    If it is missing, create it for its owner only.
+    If it is missing and `creates` is True, create it for its owner only.
 
     Raises: CliError (the directory cannot be created, or belongs to another user).
     """
     path = _base_path() / "daemons"
     for each, mode in ((path.parent, 0o755), (path, 0o700)):
         try:
-            each.mkdir(mode=mode, parents=True, exist_ok=True)
+            if creates:
+                each.mkdir(mode=mode, parents=True, exist_ok=True)
             found = each.lstat()
         except OSError as error:
+            if not creates and isinstance(error, FileNotFoundError):
+                return path
             raise unwritable(each, error) from None
         # Hazard: in /tmp another user may have made the directory first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -379,8 +406,8 @@ def log_path(directory: str) -> Path:
     return _record_path(directory).with_suffix(".log")
 
 
-def _record_path(directory: str) -> Path:
+def _record_path(directory: str, *, creates: bool = True) -> Path:
     namespace = os.stat("/proc/self/ns/mnt").st_ino
     words = directory.strip("/").replace("/", "-")[-60:]
     key = zlib.crc32(f"{namespace}:{directory}".encode(errors="surrogateescape"))
-    return runtime_directory() / f"{words}-{key:08x}.json"
+    return runtime_directory(creates=creates) / f"{words}-{key:08x}.json"

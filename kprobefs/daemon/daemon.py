@@ -15,10 +15,10 @@ from select import POLLERR, poll
 from typing import NoReturn
 
 from kprobefs.common import compile_ahead, mountpoints
-from kprobefs.common.daemon_registry import log_path, sweep
+from kprobefs.common.daemon_registry import forget, log_path, sweep
 from kprobefs.common.errors import CliError, ExitStatus, escape_for_terminal, fork, resource_hint
 from kprobefs.daemon.log_file import check_log, last_line, open_log
-from kprobefs.daemon.log_writer import LogWriter
+from kprobefs.daemon.log_writer import LogWriter, flush_log
 from kprobefs.daemon.service import SIGNALS, Service
 from kprobefs.daemon.systemd_watchdog import PR_SET_PDEATHSIG
 from kprobefs.daemon.unmount_watcher import Orphaned
@@ -43,7 +43,7 @@ def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | No
     else:
         descriptor = open_log(str(log_file), options.directory, truncates=False)
         _start_logging(logging.INFO, descriptor)
-    Service(options, build, applies_definitions=True).run(lambda: None, lambda: None, lambda: None)
+    Service(options, build, applies_definitions=True).run()
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
@@ -128,6 +128,8 @@ class DaemonStart:
         check_log(str(self._log_file), options.directory, is_explicit=not self._is_own_log)
         self._reader, self._writer = os.pipe()
         self._is_notified = threading.Lock()
+        self._is_logging = False
+        """Whether this process, the daemon, has opened the log."""
 
     def await_ready(self) -> None:
         """Wait until the mount answers; the starting process calls this method.
@@ -160,19 +162,16 @@ class DaemonStart:
             status = self._serve_or_report(orphaned)
         finally:
             logging.shutdown()
-            if status == ExitStatus.OK:
-                self._remove_empty_log()
             os._exit(status)
 
     def _serve_or_report(self, orphaned: Orphaned | None) -> ExitStatus:
         try:
             os.close(self._reader)
-            self._leave_terminal()
-            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, STANDARD_ERROR)
+            os.chdir("/")
             given = _inherited_descriptors()
             service = Service(self._options, self._build, applies_definitions=False)
             on_ready = partial(self._become_ready, given)
-            service.run(self._watch_starter, on_ready, self._remove_empty_log, orphaned)
+            service.run(self._begin_log, self._watch_starter, on_ready, orphaned)
         except CliError as failure:
             self._report(failure)
         except BaseException as error:
@@ -186,11 +185,12 @@ class DaemonStart:
 
         Before the message is sent, remove the log, unless the user has named the log file.
         """
-        why = last_line(STANDARD_ERROR) if failure.is_explained else ""
+        why = last_line(STANDARD_ERROR) if failure.is_explained and self._is_logging else ""
         message = f"{failure}: {why}" if why else str(failure)
         if failure.is_explained:
             message += mountpoints.fusermount_advice()
-        log.error("%s", escape_for_terminal(message))
+        if self._is_logging:
+            log.error("%s", escape_for_terminal(message))
         self._notify_failure(message, failure.status, keeps_log=False)
 
     def _report_unexpected(self, error: BaseException) -> None:
@@ -198,16 +198,6 @@ class DaemonStart:
         if not lacking or not self._notify_failure(lacking, ExitStatus.FAILURE, keeps_log=False):
             log.exception("the daemon failed")
             self._notify_failure(self._bug(f"{type(error).__name__}: {error}"), ExitStatus.FAILURE)
-
-    def _remove_own_log(self) -> None:
-        if self._is_own_log:
-            with suppress(OSError):
-                self._log_file.unlink()
-
-    def _remove_empty_log(self) -> None:
-        with suppress(FileNotFoundError):
-            if not self._log_file.lstat().st_size:
-                self._remove_own_log()
 
     def _become_ready(self, given: Sequence[int]) -> None:
         # In its own session the daemon gets no signals from the terminal. Hazard: until the mount is there,
@@ -224,8 +214,7 @@ class DaemonStart:
 
     def _notify_failure(self, message: str, status: ExitStatus, *, keeps_log: bool = True) -> bool:
         # The message may name the log, which is read when this process has answered.
-        for handler in logging.getLogger().handlers:
-            handler.flush()
+        flush_log()
         return self._notify_starter(
             bytes((status,)) + message.encode(errors="surrogateescape"), keeps_log=keeps_log
         )
@@ -241,8 +230,10 @@ class DaemonStart:
         if not self._is_notified.acquire(blocking=False):
             return False
         # When the starting process has the message, its user may already look at the directory.
-        if not keeps_log:
-            self._remove_own_log()
+        if not keeps_log and self._is_own_log:
+            # If memory is lacking, the message is still sent.
+            with suppress(Exception):
+                forget(self._options.directory, keeps_log=False)
         # The starting process may be dead.
         with suppress(BrokenPipeError):
             os.write(self._writer, message)
@@ -268,8 +259,11 @@ class DaemonStart:
 
         threading.Thread(target=watch, name="starter", daemon=True).start()
 
-    def _leave_terminal(self) -> None:
-        os.chdir("/")
+    def _begin_log(self) -> None:
+        """Open the log, and make it the standard output and error, so that the daemon leaves the terminal.
+
+        The daemon must be registered, because the log may be that of another daemon before.
+        """
         try:
             null = os.open(os.devnull, os.O_RDONLY)
         except OSError as error:
@@ -284,6 +278,8 @@ class DaemonStart:
             os.dup2(source, target)
         os.close(null)
         os.close(output)
+        _start_logging(logging.WARNING if self._is_own_log else logging.INFO, STANDARD_ERROR)
+        self._is_logging = True
 
 
 def _inherited_descriptors() -> list[int]:

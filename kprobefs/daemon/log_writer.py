@@ -100,3 +100,9 @@ class LogWriter(logging.Handler):
             while (self._messages or self._is_writing) and self._thread is not None:
                 if not self._changed.wait(end - monotonic()):
                     return
+
+
+def flush_log() -> None:
+    """Wait until the program's log messages are written, for at most FLUSH_TIMEOUT seconds."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

@@ -22,6 +22,7 @@ from kprobefs.common import compile_ahead, mountpoints
 from kprobefs.common.daemon_registry import Daemon, Registration
 from kprobefs.common.errors import CliError, escape_for_terminal, resource_hint
 from kprobefs.daemon.apply_process import ApplyProcess
+from kprobefs.daemon.log_writer import flush_log
 from kprobefs.daemon.mount_namespace import NamespaceMembers
 from kprobefs.daemon.systemd_watchdog import ServiceWatchdog, sd_notify, watchdog_interval
 from kprobefs.daemon.unmount_watcher import Orphaned, UnmountWatcher
@@ -164,17 +165,17 @@ class Service:
 
     def run(
         self,
-        on_prepared: Callable[[], None],
-        on_ready: Callable[[], object],
-        at_killed: Callable[[], None],
+        on_registered: Callable[[], None] = lambda: None,
+        on_prepared: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], object] = lambda: None,
         orphaned: Orphaned | None = None,
     ) -> None:
         """Serve the mount until SIGTERM, SIGINT, SIGHUP or umount.
 
-        Call `on_prepared` before the first thread starts, and `on_ready` when the mount answers. If the
-        daemon is killed, another process (UnmountWatcher) unmounts the mount and calls `at_killed`. If
-        `orphaned` is given, UnmountWatcher's process calls `at_killed` after an orderly end, too. That
-        process then waits for the end of the daemon's parent, and calls `orphaned.clean_up`.
+        Call `on_registered` when no other daemon can serve the directory any more, `on_prepared` before the
+        first thread starts, and `on_ready` when the mount answers. If the daemon is killed, another process
+        (UnmountWatcher) unmounts the mount. If `orphaned` is given, UnmountWatcher's process then also waits
+        for the end of the daemon's parent, and calls `orphaned.clean_up`.
 
         Raises: CliError (the mount cannot be prepared or served).
         """
@@ -183,29 +184,31 @@ class Service:
         # Hazard: libfuse handles signals that have the default action, so install handlers before it starts.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        registration = Registration(self._describe(), mountpoints.is_mounted)
         watchdog = None
         watcher = None
-        try:
-            with mountpoints.prepared(
-                self._options.directory,
-                make=self._options.make_directory,
-                allow_other=self._options.allow_other,
-            ):
-                interval = watchdog_interval()
-                if interval is not None:
-                    watchdog = ServiceWatchdog(self._options.directory, interval)
-                    self._companions.add(watchdog.pid)
-                watcher = UnmountWatcher(self._options.directory, at_killed, orphaned)
-                self._companions.add(watcher.pid)
-                on_prepared()
-                self._serve(watchdog, watcher, registration, on_ready)
-        finally:
-            if watcher is not None:
-                watcher.end()
-            if watchdog is not None:
-                watchdog.end()
-            registration.close()
+        with Registration(self._describe(), mountpoints.is_mounted) as registration:
+            try:
+                on_registered()
+                with mountpoints.prepared(
+                    self._options.directory,
+                    make=self._options.make_directory,
+                    allow_other=self._options.allow_other,
+                ):
+                    interval = watchdog_interval()
+                    if interval is not None:
+                        watchdog = ServiceWatchdog(self._options.directory, interval)
+                        self._companions.add(watchdog.pid)
+                    watcher = UnmountWatcher(self._options.directory, orphaned)
+                    self._companions.add(watcher.pid)
+                    on_prepared()
+                    self._serve(watchdog, watcher, registration, on_ready)
+            finally:
+                if watcher is not None:
+                    watcher.end()
+                if watchdog is not None:
+                    watchdog.end()
+            # The log is removed if it is empty.
+            flush_log()
 
     def _serve(
         self,

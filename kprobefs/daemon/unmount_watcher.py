@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from select import POLLIN, poll
 from typing import NoReturn
 
 from emulated_kernel.util.fast_dataclass import dataclass
 from kprobefs.common import mountpoints
 from kprobefs.common.daemon_registry import forget
-from kprobefs.common.errors import CliError, fork
+from kprobefs.common.errors import fork
 
 MESSAGE_SIZE = 64
 """Maximum size in bytes of the message to the child, which contains the device number of the mount."""
@@ -41,12 +40,11 @@ class UnmountWatcher:
     Mirrors: fusermount's option auto_unmount (libfuse 3).
     """
 
-    def __init__(self, directory: str, at_killed: Callable[[], None], orphaned: Orphaned | None) -> None:
-        """Fork the child. When the daemon has ended, the child unmounts `directory` and calls `at_killed`.
+    def __init__(self, directory: str, orphaned: Orphaned | None) -> None:
+        """Fork the child. When the daemon has ended, the child unmounts `directory` and calls forget().
 
         `orphaned`: clean-up after the end of the daemon's parent; None: no clean-up. If it is None, end()
-        kills the child, so the child calls `at_killed` only if the daemon was killed. Otherwise, the child
-        calls `at_killed` after an orderly end, too.
+        kills the child, so the child does so only if the daemon was killed.
         Raises: CliError (no process can be created).
         """
         self._orphaned = orphaned
@@ -54,7 +52,7 @@ class UnmountWatcher:
         reader, self._writer = os.pipe()
         self.pid = fork()
         if self.pid == 0:
-            _watch(directory, reader, daemon, at_killed, orphaned)
+            _watch(directory, reader, daemon, orphaned)
         os.close(reader)
         os.close(daemon)
 
@@ -77,10 +75,8 @@ class UnmountWatcher:
         os.close(self._writer)
 
 
-def _watch(
-    directory: str, reader: int, daemon: int, at_killed: Callable[[], None], orphaned: Orphaned | None
-) -> NoReturn:
-    """Execute the child: wait for the daemon's end, unmount `directory`, call `at_killed`, and exit.
+def _watch(directory: str, reader: int, daemon: int, orphaned: Orphaned | None) -> NoReturn:
+    """Execute the child: wait for the daemon's end, unmount `directory`, remove its record, and exit.
 
     `reader`: pipe from which the mount's device number is read. `daemon`: pidfd of the daemon. `orphaned`:
     see UnmountWatcher.__init__().
@@ -99,8 +95,6 @@ def _watch(
             os.setsid()
         _wait_for_end(daemon)
         mountpoints.detach_dead(directory, device)
-        with suppress(OSError, CliError):
-            at_killed()
         forget(directory)
         if orphaned is not None:
             _wait_for_end(orphaned.parent)

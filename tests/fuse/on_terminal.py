@@ -52,6 +52,8 @@ class Terminal:
         )
         os.close(slave)
         self.said = ""
+        self._matched = 0
+        """Length of the part of `said` that ends with the last match of until()."""
 
     def press(self, keys: str) -> None:
         os.write(self._master, keys.encode())
@@ -62,7 +64,7 @@ class Terminal:
         Fail after PATIENCE seconds.
         """
         start, deadline = len(self.said), time.monotonic() + PATIENCE
-        while not re.search(pattern, self.said[start:]):
+        while not (found := re.search(pattern, self.said[start:])):
             assert time.monotonic() < deadline, self.said[start:]
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
@@ -70,10 +72,14 @@ class Terminal:
                 except OSError:
                     # The program has closed its end of the terminal.
                     assert re.search(pattern, self.said[start:]), self.said[start:]
+        self._matched = start + found.end()
 
     def lines(self) -> list[str]:
-        """Return the last drawing of the screen, without escape sequences."""
-        picture = self.said.rpartition("\x1b[H")[2]
+        """Return the drawing of the screen in which the last match of until() ends, up to this end.
+
+        Escape sequences are left out. After the match, the next drawing may have begun.
+        """
+        picture = self.said[: self._matched].rpartition("\x1b[H")[2]
         return [line.rstrip() for line in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", picture).splitlines()]
 
     def end(self) -> int:

@@ -12,6 +12,13 @@ import pytest
 
 from kprobefs.daemon import log_writer as module
 from kprobefs.daemon.log_writer import MAX_BYTES, LogWriter
+from tests.fuse.harness import PATIENCE, eventually
+
+
+@pytest.fixture(autouse=True)
+def patient_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flush() wait for a thread that waits for a CPU."""
+    monkeypatch.setattr(module, "FLUSH_TIMEOUT", PATIENCE)
 
 
 @pytest.fixture
@@ -89,14 +96,15 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_waiting(pipe: tuple[int, int]) ->
 
 
 def test_a_flush_ends(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FLUSH_TIMEOUT", 0.05)
     log, handler = logger(pipe[1])
     log.error("x" * (1 << 18))
-    handler.flush()
+    eventually(lambda: handler._is_writing)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "FLUSH_TIMEOUT", 0.05)
+        handler.flush()
     assert handler._is_writing
     os.close(pipe[0])
     # The thread must not write to a later test's file with the same descriptor.
-    monkeypatch.undo()
     handler.flush()
     assert not handler._is_writing
 

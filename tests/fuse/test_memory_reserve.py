@@ -75,7 +75,7 @@ if sys.argv[2] == "early":
     start_thread()
 service = Service(MountOptions(sys.argv[1], MachineConfig()), build, applies_definitions=False)
 try:
-    service.run(start_thread, lambda: None, lambda: None)
+    service.run(on_prepared=start_thread)
 except Built:
     pass
 """

@@ -17,6 +17,7 @@ import pytest
 from emulated_kernel.image.builtin_image import PREBUILT
 from emulated_kernel.util.config import MachineConfig
 from kprobefs.common.compile_ahead import FILE_NAME
+from kprobefs.common.daemon_registry import log_path
 from kprobefs.common.errors import ADDRESS_SPACE, DATA, FILES, CliError, ExitStatus
 from kprobefs.daemon.daemon import start_in_background
 from kprobefs.mount_options import MountOptions
@@ -270,6 +271,26 @@ def test_an_interrupt_of_the_terminal_ends_a_start(
     assert (starter.returncode, told) == (128 + signal.SIGINT, "")
     eventually(lambda: ".json" not in logs(), "its record is still there")
     assert not is_mounted(directory)
+
+
+def test_a_start_leaves_the_log_of_another_one(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another daemon already starts for a directory, `mount` fails, and does not change that daemon's
+    log.
+    """
+    holding = tmp_path / "holding"
+    holding.touch()
+    monkeypatch.setenv("KPROBEFS_TEST_HOLDING", str(holding))
+    with subprocess.Popen([*PROGRAM, "mount", "--seed", "673", str(directory)], env=environment()) as first:
+        eventually(lambda: holding.read_text() == "held")
+        log = log_path(str(directory))
+        log.write_text("a warning\n")
+        assert "another kprobefs daemon serves it" in refusal("mount", str(directory))
+        holding.unlink()
+        assert first.wait(PATIENCE) == 0
+    assert log.read_text() == "a warning\n"
+    assert kprobefs("umount", str(directory)).returncode == 0
 
 
 def test_logs_do_not_pile_up(directory: Path) -> None:

@@ -225,7 +225,7 @@ def test_on_a_terminal(directory: Path) -> None:
         Path(running.path("scratch/f")).write_text("hello")
         assert Path(running.path("scratch/f")).read_text() == "hello"
         top.press("\r")
-        top.until(r"\[e8\][^\x00]*: reads: \(vfs_read[^\x00]*q quit")
+        top.until(rf"\[e8\][^\x00]*: reads: \(vfs_read[^\x00]*{BACK}")
         lines, place = top.lines(), Path(running.path("kprobes/stats/kprobes/reads"))
         assert _bytes_shown(place) <= set(lines)
         detour = (place / "detour").read_text().splitlines()

@@ -26,6 +26,7 @@ from tests.fuse.harness import (
     daemon,
     environment,
     eventually,
+    is_alive,
     kprobefs,
     needs_fuse,
     waits_for_mount,
@@ -517,8 +518,11 @@ class TestTrace:
                 return process
 
             killed, living = begin(), begin()
+            below = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
             killed.kill()
             killed.wait()
+            # The process that reads the records keeps the instance open until it ends.
+            eventually(lambda: not any(is_alive(int(pid)) for pid in below))
             mine, theirs = (
                 next(name for name in left() if name.startswith(f"trace_{it.pid}_"))
                 for it in (killed, living)

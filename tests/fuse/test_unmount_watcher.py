@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,39 @@ def test_another_daemon_on_the_same_directory_stays(directory: Path) -> None:
             assert running(str(directory)) is not None
     assert not is_mounted(directory)
     assert point.fstype == FSTYPE
+
+
+@contextmanager
+def with_late_watcher(directory: Path) -> Iterator[None]:
+    """Kill a daemon of `directory`, and let its watcher process wait for a CPU during the block."""
+    assert kprobefs("mount", str(directory)).returncode == 0
+    found = running(str(directory))
+    assert found is not None
+    [watcher] = children(found.pid)
+    os.kill(watcher, signal.SIGSTOP)
+    try:
+        os.kill(found.pid, signal.SIGKILL)
+        eventually(lambda: not is_alive(found.pid))
+        yield
+    finally:
+        os.kill(watcher, signal.SIGCONT)
+    eventually(lambda: not is_alive(watcher))
+
+
+def test_a_late_watcher_leaves_the_log_of_the_next_daemon(directory: Path) -> None:
+    with with_late_watcher(directory):
+        assert kprobefs("mount", str(directory)).returncode == 0
+    assert running(str(directory)) is not None
+    assert sorted(path.suffix for path in runtime_directory().iterdir()) == [".json", ".log"]
+    assert kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_a_late_watcher_creates_no_runtime_directory(directory: Path) -> None:
+    removed = runtime_directory().parent
+    with with_late_watcher(directory):
+        shutil.rmtree(removed)
+    assert not removed.exists()
+    assert not is_mounted(directory)
 
 
 def test_an_ordinary_users_daemon_leaves_nothing() -> None:
