@@ -191,7 +191,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
     def check_insn(self, analysis: Analysis, addr: int) -> Rejection | None:
         """Return the reason why the instruction at `addr` can't be executed out of line; None if it can.
 
-        Mirrors: arch_prepare_kprobe (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
         """
 
     def insn_size(self, where: Location) -> int:
@@ -429,7 +429,7 @@ class ProbeChecker(ABC, Generic[Analysis]):
         """Return the region that the jump of a probe at `addr` replaces, or the rejection of the jump.
 
         may_probe() must have allowed `addr`.
-        Mirrors: arch_prepare_optimized_kprobe, can_optimize (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe, can_optimize (v6.1).
         """
         where = self._symbols.lookup(addr)
         if where is None:

@@ -17,7 +17,8 @@ from emulated_kernel.util.abi import ModuleState
 class ModuleNotifier:
     """Updates the symbol and text tables (LiveImage), probes and events when a module's state changes.
 
-    Mirrors: kernel/kprobes.c:kprobes_module_callback, and trace_kprobe_module_callback (v6.1).
+    Mirrors: kernel/kprobes.c:kprobes_module_callback,
+    kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def replaced(entry: Alternative, code: bytes) -> bytes:
     `code`: the bytes of the replacement, which begin at `entry.replacement`. The displacement of a call or
     jump is adjusted to the site.
 
-    Mirrors: apply_alternatives() (v6.1).
+    Mirrors: arch/x86/kernel/alternative.c:apply_alternatives (v6.1).
     """
     if code[:1] and code[0] in _RELATIVE:
         (offset,) = struct.unpack_from("<i", code, 1)
@@ -62,6 +62,9 @@ def replaced(entry: Alternative, code: bytes) -> bytes:
 
 
 def nops(size: int) -> bytes:
-    """Return nops of `size` bytes, each as long as possible. Mirrors: add_nops() (v6.1)."""
+    """Return nops of `size` bytes, each as long as possible.
+
+    Mirrors: arch/x86/kernel/alternative.c:add_nops (v6.1).
+    """
     longest = len(_NOPS) - 1
     return _NOPS[longest] * (size // longest) + _NOPS[size % longest]

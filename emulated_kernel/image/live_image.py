@@ -54,7 +54,10 @@ class Module:
         return tuple(part for part in (self.text, self.init_text) if part.end > part.start)
 
     def contains(self, address: int) -> bool:
-        """Return True if `address` is in the text or data of this module. Mirrors: within_module (v6.1)."""
+        """Return True if `address` is in the text or data of this module.
+
+        Mirrors: include/linux/module.h:within_module (v6.1).
+        """
         parts = self.text, self.init_text, *self.data, *self.init_data
         return any(part.start <= address < part.end for part in parts)
 
@@ -100,7 +103,7 @@ class ModuleSymbols:
     def lookup(self, address: int) -> Location | None:
         """Return the module's symbol that contains `address`, and the offset in it; None if there is none.
 
-        Mirrors: find_kallsyms_symbol (v6.1).
+        Mirrors: kernel/module/kallsyms.c:find_kallsyms_symbol (v6.1).
         """
         if not self.module.contains(address):
             return None
@@ -152,7 +155,7 @@ class LiveKallsyms(Kallsyms):
 
         If `name` is MODULE:NAME, return only the symbols NAME of that module.
 
-        Mirrors: module_kallsyms_lookup_name (v6.1).
+        Mirrors: kernel/module/kallsyms.c:module_kallsyms_lookup_name (v6.1).
         """
         if not self._modules:
             return ()

@@ -213,7 +213,7 @@ class AggrKprobe(AssemblyOwner):
     def is_unused(self) -> bool:
         """Whether the last member was unregistered, and the entry exists only until the jump is removed.
 
-        Mirrors: kprobe_unused (v6.1).
+        Mirrors: kernel/kprobes.c:kprobe_unused (v6.1).
         """
         return not self.members and self.is_disabled
 

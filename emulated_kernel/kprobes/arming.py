@@ -33,7 +33,7 @@ class Arming:
     _log: Callable[[str], None]
 
     def arm(self, head: AggrKprobe) -> None:
-        """Arm the probes of one address. Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
+        """Arm the probes of one address. Mirrors: kernel/kprobes.c:arm_kprobe, __arm_kprobe (v6.1)."""
         if self._sites is not None and head.is_ftrace:
             self._sites.arm([head])
             return
@@ -56,7 +56,10 @@ class Arming:
                 self._optimizer.unoptimize(covering, force=True)
 
     def disarm(self, head: AggrKprobe) -> None:
-        """Disarm the probes of one address. Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
+        """Disarm the probes of one address.
+
+        Mirrors: kernel/kprobes.c:disarm_kprobe, __disarm_kprobe (v6.1).
+        """
         optimizer = self._optimizer
         if self._sites is not None and head.is_ftrace:
             self._sites.disarm([head])

@@ -57,7 +57,7 @@ class KernelSymbols:
         self.lookup_name = kallsyms.lookup_name
         """Returns the address of the symbol `NAME` or `MODULE:NAME`, or None if there is no such symbol.
 
-        Mirrors: kallsyms_lookup_name (v6.1).
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1).
         """
         self.count_name = kallsyms.count_name
         """Returns the number of symbols with the name `NAME` everywhere, or `MODULE:NAME` in a module."""
@@ -70,13 +70,16 @@ class KernelSymbols:
         `module`: None for a symbol of the kernel itself.
         """
         self.has_module = kallsyms.has_module
-        """Returns True if a module with the given name is loaded. Mirrors: find_module (v6.1)."""
+        """Returns True if a module with the given name is loaded.
+
+        Mirrors: kernel/module/main.c:find_module (v6.1).
+        """
         self.is_return_trampoline: Callable[[int], bool] = (
             _is_no_trampoline if hook_sets is None else hook_sets.first.trampoline.is_one
         )
         """Returns True for the address that hooked functions return to.
 
-        Mirrors: is_kretprobe_trampoline (v6.1).
+        Mirrors: include/linux/kprobes.h:is_kretprobe_trampoline (v6.1).
         """
         self._trampolines = tuple if hook_sets is None else hook_sets.trampolines
         self._sites = sites
@@ -109,7 +112,7 @@ class KernelSymbols:
         """Return the symbol that files print for `address`: a function, or a page of generated code.
 
         Return None if no symbol contains the address.
-        Mirrors: kallsyms_lookup (v6.1).
+        Mirrors: kernel/kallsyms.c:kallsyms_lookup (v6.1).
         """
         return self.lookup(address) or self._lookup_generated(address)
 

@@ -551,7 +551,7 @@ def _dumped(vmcore: str, profile_name: str | None) -> PlannedKernel:
 def _cpu_model(kernel: LinuxKernel) -> str:
     """Return the name of the CPU on which a dumped kernel ran, or "unknown".
 
-    Mirrors: struct cpuinfo_x86 (v6.1).
+    Mirrors: arch/x86/include/asm/processor.h:struct cpuinfo_x86 (v6.1).
     """
     try:
         at = kernel.required("boot_cpu_data") + kernel.btf.offset("cpuinfo_x86.x86_model_id")

@@ -24,7 +24,7 @@ ALL_LIVE = LiveRegisters(frozenset(REGISTER_NAMES), flags=True)
 _ATOMIC_CONTEXT = 32
 """Number of instructions before a probe that are searched for an exclusive load (ldxr).
 
-Mirrors: arch/arm64/kernel/probes/decode-insn.c:MAX_ATOMIC_CONTEXT_SIZE (v6.12).
+Mirrors: arch/arm64/kernel/probes/decode-insn.h:MAX_ATOMIC_CONTEXT_SIZE (v6.12).
 """
 _LOAD_MASK, _LOAD_VALUE = insn.LOAD_EXCLUSIVE
 _BRANCH = lazy_pattern(b"(?s)(?=...[\\x14-\\x17\\x34-\\x37\\x54\\x94-\\x97\\xb4-\\xb7])")
@@ -120,8 +120,8 @@ class Arm64ProbeChecker(ProbeChecker[Arm64FunctionAnalysis]):
         Linux rejects an address that is not aligned, an instruction with a fixup in the exception table, and
         one that can be neither copied nor simulated. It also rejects the instructions after an exclusive
         load, up to and including its store.
-        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe, decode-insn.c:arm_kprobe_decode_insn
-        (v6.12).
+        Mirrors: arch/arm64/kernel/probes/kprobes.c:arch_prepare_kprobe,
+        arch/arm64/kernel/probes/decode-insn.c:arm_kprobe_decode_insn (v6.12).
         """
         if addr not in analysis.insns:
             return Rejection(RejectReason.NOT_ALIGNED, addr)

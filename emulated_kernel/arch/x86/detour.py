@@ -43,7 +43,7 @@ def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
 
     Linux: a changed sp is ignored, and a handler that skips the function sets ip to a `ret`.
     Deviates: sp is obeyed, so one handler works for both a call and a breakpoint.
-    Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
+    Mirrors: arch/x86/kernel/ftrace_*.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
     encoder = frame.encoder
     at = frame.offsets

@@ -61,7 +61,7 @@ class Modules:
         self.notify = notify
         """Function that is called at each change of a module's state.
 
-        Mirrors: register_module_notifier (v6.1).
+        Mirrors: kernel/module/main.c:register_module_notifier (v6.1).
         """
 
     def loaded(self) -> list[ModuleInfo]:

@@ -434,7 +434,8 @@ class Compiler:
         """Emit the probes' handlers for hits of kind `way`, and the check for hits within another hit.
 
         Return False if Python must handle the hits.
-        Mirrors: arch/x86/kernel/kprobes/opt.c:optimized_callback, ftrace.c:kprobe_ftrace_handler (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/opt.c:optimized_callback,
+        arch/x86/kernel/kprobes/ftrace.c:kprobe_ftrace_handler (v6.1).
         """
         if way is EntryKind.BREAKPOINT or not self.current_kprobe.is_checked:
             return head.emit(builder, way)

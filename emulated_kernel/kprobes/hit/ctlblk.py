@@ -59,7 +59,7 @@ class KprobeCtlblk:
         """Begin a hit of `head`, during which the guest runs. If `head` is None, end the current hit.
 
         `by_breakpoint`: whether the hit came by a breakpoint.
-        Mirrors: set_current_kprobe (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:set_current_kprobe (v6.1).
         """
         self.running = head
         self.by_breakpoint = by_breakpoint
@@ -83,13 +83,16 @@ class KprobeCtlblk:
     def reset_current(self, head: AggrKprobe) -> None:
         """End the hit of `head`, and add its duration in nanoseconds to `head.cost`.
 
-        Mirrors: reset_current_kprobe (v6.1).
+        Mirrors: include/linux/kprobes.h:reset_current_kprobe (v6.1).
         """
         self.set_running(None)
         head.cost.kept().append(perf_counter_ns() - self.started)
 
     def save_previous(self, head: AggrKprobe) -> None:
-        """Begin a hit of `head` within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""
+        """Begin a hit of `head` within the handling of another hit.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:save_previous_kprobe (v6.1).
+        """
         assert self.running is not None
         self.interrupted.append(self.running)
         self.running = head
@@ -97,7 +100,7 @@ class KprobeCtlblk:
     def restore_previous(self) -> None:
         """End a hit that occurred within another hit; the other hit continues.
 
-        Mirrors: restore_previous_kprobe (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:restore_previous_kprobe (v6.1).
         """
         self.running = self.interrupted.pop()
 

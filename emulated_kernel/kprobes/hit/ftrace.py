@@ -80,9 +80,12 @@ class FtraceSites:
         self.keeps_history = False
         """Whether `touched` and `modified` are kept. They take megabytes when all functions are traced."""
         self.touched: set[int] = set()
-        """Sites that have ever been armed. Mirrors: FTRACE_FL_TOUCHED (v6.12)."""
+        """Sites that have ever been armed. Mirrors: include/linux/ftrace.h:FTRACE_FL_TOUCHED (v6.12)."""
         self.modified: set[int] = set()
-        """Sites that have had a user that may change ip. Mirrors: FTRACE_FL_MODIFIED (v6.12)."""
+        """Sites that have had a user that may change ip.
+
+        Mirrors: include/linux/ftrace.h:FTRACE_FL_MODIFIED (v6.12).
+        """
         self.enabled = 1
         """Value of sysctl kernel.ftrace_enabled; while it is 0, all sites are nops."""
         self.calls = 0
@@ -389,7 +392,7 @@ class FtraceSites:
     def _drop_regs(self, sites: Iterable[int]) -> None:
         """Forget that `sites` save all registers, except sites with a user that still needs all registers.
 
-        Mirrors: test_rec_ops_needs_regs (v6.1).
+        Mirrors: kernel/trace/ftrace.c:test_rec_ops_needs_regs (v6.1).
         """
         for site in sites:
             if not any(ops.saves_regs for ops in self._ops.any_order(site)):
@@ -421,7 +424,8 @@ class FtraceSites:
         """Return True if a user of the site needs all registers.
 
         The result stays True after a probe that needed them was removed, as long as the site has other users.
-        Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves set as long as the site has users.
+        Mirrors: include/linux/ftrace.h:FTRACE_FL_REGS (v6.1), which a probe leaves set as long as the site
+        has users.
         """
         return site in self._with_regs
 

@@ -48,11 +48,11 @@ class FtraceOps:
     The file enabled_functions shows this name.
     """
     saves_regs: bool = False
-    """Whether `func` needs all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
+    """Whether `func` needs all registers. Mirrors: include/linux/ftrace.h:FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
     modifies_ip: bool = False
     """Whether `func` may change the saved ip, at which the guest continues.
 
-    Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1).
+    Mirrors: include/linux/ftrace.h:FTRACE_OPS_FL_IPMODIFY (v6.1).
     """
     sub_symbols: tuple[str, str] | None = None
     """Names of the entry function and the return function of this ftrace_ops in Linux, or None.

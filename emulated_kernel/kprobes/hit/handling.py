@@ -56,8 +56,9 @@ class CallHandler(Protocol):
 class HitHandling:
     """Handles the hits of all CPUs; `BreakpointDispatch` and `FtraceSites` route traps to this class.
 
-    Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
-    ftrace.c:kprobe_ftrace_handler (v6.1).
+    Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler,
+    arch/x86/kernel/kprobes/opt.c:optimized_callback,
+    arch/x86/kernel/kprobes/ftrace.c:kprobe_ftrace_handler (v6.1).
     Deviates: the interrupt flag isn't cleared around the step. Instead, the machine delivers interrupts only
     while may_interrupt() returns True.
     """
@@ -243,7 +244,7 @@ class HitHandling:
     def _post_process(self, head: AggrKprobe, regs: Regs) -> None:
         """Call the probe's post_handlers, except at a missed hit, and end the hit.
 
-        Mirrors: core.c:kprobe_post_process (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_post_process (v6.1).
         """
         ctlblk = self.ctlblk
         if ctlblk.interrupted:

@@ -37,7 +37,10 @@ class InsnSlots:
         self._empty = breakpoint_ * (self._size // len(breakpoint_))
         self.slots_per_page = PAGE_SIZE // self._size
         self._pages: dict[int, list[int]] = {}
-        """Address of each page -> its unused slots. Mirrors: struct kprobe_insn_page (v6.1)."""
+        """Address of each page -> its unused slots.
+
+        Mirrors: kernel/kprobes.c:struct kprobe_insn_page (v6.1).
+        """
         self._page_of: dict[int, int] = {}
         self._garbage = 0
 

@@ -190,7 +190,7 @@ class Optimizer:
     def free(self, head: AggrKprobe) -> None:
         """Free all resources of an AggrKprobe that has no registered probes left.
 
-        Mirrors: free_aggr_kprobe (v6.1).
+        Mirrors: kernel/kprobes.c:free_aggr_kprobe (v6.1).
         """
         self._discard(head)
         self._copies.release(head)
@@ -210,7 +210,10 @@ class Optimizer:
         return ""
 
     def is_queued(self, head: AggrKprobe) -> bool:
-        """Return True if the probe is in one of the optimizer's lists. Mirrors: kprobe_queued (v6.1)."""
+        """Return True if the probe is in one of the optimizer's lists.
+
+        Mirrors: kernel/kprobes.c:kprobe_queued (v6.1).
+        """
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
 
     def stage_text(self, head: AggrKprobe) -> str:
@@ -245,7 +248,7 @@ class Optimizer:
     def blocked_by(self, head: AggrKprobe) -> AggrKprobe | None:
         """Return an armed probe whose address the jump of `head` would cover, or None if there is none.
 
-        Mirrors: arch_check_optimized_kprobe (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_check_optimized_kprobe (v6.1).
         """
         assert head.detour is not None
         for distance in range(1, head.detour.length):
@@ -257,7 +260,10 @@ class Optimizer:
     # Requests
 
     def optimize(self, head: AggrKprobe) -> None:
-        """Queue a probe for optimization, if it may be optimized. Mirrors: optimize_kprobe (v6.1)."""
+        """Queue a probe for optimization, if it may be optimized.
+
+        Mirrors: kernel/kprobes.c:optimize_kprobe (v6.1).
+        """
         if head.detour is None or head.is_held:
             return
         if not self.allowed or head.is_disabled or self._table.all_disarmed:

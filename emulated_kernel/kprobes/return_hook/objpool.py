@@ -69,7 +69,7 @@ class ObjpoolStack(RethookListStack):
     def slots(self, hook: int) -> int:
         """Return the address of the hook's array of ring addresses, which is indexed by CPU.
 
-        Mirrors: struct objpool_head, cpu_slots (v6.7).
+        Mirrors: include/linux/objpool.h:struct objpool_head, cpu_slots (v6.7).
         """
         return self._rings[hook][0]
 

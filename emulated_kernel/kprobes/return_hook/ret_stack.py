@@ -253,7 +253,7 @@ class RetStack(ShadowStack):
     def overruns(self, task: int) -> int:
         """Return the number of a task's calls for which its array had no space.
 
-        Mirrors: struct task_struct, trace_overrun (v6.1).
+        Mirrors: include/linux/sched.h:struct task_struct, trace_overrun (v6.1).
         """
         return self.words[self._stacks[task] + self.overruns_at] if task in self._stacks else 0
 

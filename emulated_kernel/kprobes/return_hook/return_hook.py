@@ -59,7 +59,7 @@ at the return.
 class ReturnHook(AssemblyOwner):
     """A user of return hooks, such as a return probe: its handler runs when a hooked call returns.
 
-    Mirrors: struct rethook (v6.1).
+    Mirrors: include/linux/rethook.h:struct rethook (v6.1).
     """
 
     address: int = field(metadata=ADDRESS)

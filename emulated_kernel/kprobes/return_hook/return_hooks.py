@@ -148,7 +148,7 @@ class ReturnHooks:
         `data_size`: size in bytes of the private data of a call. `program`: emits guest code that does the
         same as the handler; None: only Python handles returns.
         Raises: KernelError ENOMEM.
-        Mirrors: rethook_alloc, rethook_add_node (v6.1).
+        Mirrors: kernel/trace/rethook.c:rethook_alloc, rethook_add_node (v6.1).
         """
         self._lock.assert_held()
         self.install()

@@ -24,7 +24,8 @@ class _Allocation:
 class ModuleSpace:
     """Allocator of module memory, with an unmapped page after each allocation.
 
-    Like vmalloc() it takes the lowest free address. Mirrors: module_alloc(), module_memfree() (v6.1).
+    Like vmalloc() it takes the lowest free address.
+    Mirrors: arch/x86/kernel/module.c:module_alloc, kernel/module/main.c:module_memfree (v6.1).
     """
 
     def __init__(self, cpu: CpuModel, memory: Memory, text: Text) -> None:

@@ -235,7 +235,7 @@ class Text:
 
         All CPUs see the change at once. Raises: MemoryFault (a part isn't mapped executable; nothing was
         written).
-        Mirrors: text_poke() (v6.1).
+        Mirrors: arch/x86/kernel/alternative.c:text_poke (v6.1).
         """
         has_original = self.is_original(va) or self.is_original(va + len(data) - 1)
         if self._is_recorded or has_original or not self.is_generated(va):
@@ -415,10 +415,11 @@ class Text:
             self._written = None
 
     def sync(self) -> None:
-        """Make all CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+        """Make all CPUs execute a serialising instruction.
 
         The emulator's CPUs prefetch nothing, but a watcher may emulate prefetching; it is called too.
         Raises: HardwareError (there are several CPUs, but `interrupt_cpus` isn't set).
+        Mirrors: arch/x86/kernel/alternative.c:text_poke_sync (v6.1).
         """
         if self.interrupt_cpus is not None:
             self.interrupt_cpus()

@@ -226,20 +226,23 @@ class ArrayRings(ABC):
     def stop(self) -> None:
         """Stop recording; it continues when start() has been called as often as this method.
 
-        Mirrors: tracing_stop_tr (v6.1).
+        Mirrors: kernel/trace/trace.c:tracing_stop_tr (v6.1).
         """
         self._stopped += 1
         self.apply_switches()
 
     def start(self) -> None:
-        """Undo one call of stop(); do nothing if all calls are undone. Mirrors: tracing_start_tr (v6.1)."""
+        """Undo one call of stop(); do nothing if all calls are undone.
+
+        Mirrors: kernel/trace/trace.c:tracing_start_tr (v6.1).
+        """
         self._stopped = max(0, self._stopped - 1)
         self.apply_switches()
 
     def set_cpumask(self, mask: int) -> None:
         """Record only the events of the CPUs whose bits are set in `mask`.
 
-        Mirrors: tracing_set_cpumask (v6.1).
+        Mirrors: kernel/trace/trace.c:tracing_set_cpumask (v6.1).
         """
         self.cpumask = mask
         self.apply_switches()

@@ -33,7 +33,7 @@ class Snapshot:
 
     While no snapshot is allocated, the snapshot's buffers have the smallest size. The snapshot file behaves
     as in a kernel built without CONFIG_RING_BUFFER_ALLOW_SWAP.
-    Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
+    Mirrors: kernel/trace/trace.h:struct trace_array.max_buffer (v6.1).
     """
 
     def __init__(self, array: ArrayRings) -> None:

@@ -82,7 +82,7 @@ class TraceArray(ArrayRings, Recorder):
     """The ring buffers of all CPUs, the recording of events in them, and the files that show or control them.
 
     Callers serialise all methods with one lock, and `listeners` are called under it.
-    Mirrors: kernel/trace/trace.c:struct trace_array (v6.1).
+    Mirrors: kernel/trace/trace.h:struct trace_array (v6.1).
     """
 
     def __init__(self, system: TracingServices, name: str = "", *, expanded: bool = False) -> None:
@@ -268,7 +268,7 @@ class TraceArray(ArrayRings, Recorder):
     def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
         """Read the string at a user or kernel address; return None if it cannot be read.
 
-        Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1).
+        Mirrors: mm/maccess.c:strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1).
         """
         if (address < self.system.arch.task_size) is not is_user:
             return None

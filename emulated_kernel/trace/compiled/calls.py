@@ -45,7 +45,7 @@ class SelectedTasks:
     def emit_check(self, builder: ProgramBuilder, places: GuestAddresses, unwanted: Label) -> None:
         """Emit code that jumps to `unwanted` if the current task is not selected. The code overwrites TEMP.
 
-        Mirrors: ftrace_trace_task (v6.1).
+        Mirrors: kernel/trace/trace.h:ftrace_trace_task (v6.1).
         """
         emit = builder.emit
         if not self.traced and not self.untraced:
@@ -69,7 +69,7 @@ class CompiledCalls:
     def emit(self, builder: ProgramBuilder, arch: Arch, places: GuestAddresses) -> None:
         """Emit code that records the call of a function, to be run at the function's fentry site.
 
-        Mirrors: function_trace_call (v6.1).
+        Mirrors: kernel/trace/trace_functions.c:function_trace_call (v6.1).
         """
         word = arch.word_size
         done = builder.label()

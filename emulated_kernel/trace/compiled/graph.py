@@ -151,7 +151,8 @@ class GraphEmitter:
         hooked nor recorded. A hidden call is hooked without a record. So is each call if tracing_thresh is
         set.
 
-        Mirrors: function_graph_enter, trace_graph_entry (v6.1).
+        Mirrors: kernel/trace/fgraph.c:function_graph_enter,
+        kernel/trace/trace_functions_graph.c:trace_graph_entry (v6.1).
         """
         self._native.emit_graph_entry(self._builder, self._hook, lambda unwanted: self._keep(kind, unwanted))
 
@@ -219,7 +220,7 @@ class GraphEmitter:
     def ends(self) -> None:
         """Emit code that records the return of a traced call, unless hidden or shorter than tracing_thresh.
 
-        Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:trace_graph_return, trace_graph_thresh_return (v6.1).
         """
         builder = self._builder
         emit = self._emit

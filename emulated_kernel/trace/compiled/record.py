@@ -197,7 +197,7 @@ class RecordEmitter:
         """Emit code that adds common_flags and common_preempt_count to VALUE, as HitContext computes them.
 
         The code does not change the flag IRQS_OFF; see _invert_irqs_off().
-        Mirrors: tracing_gen_ctx_irq_test (v6.1).
+        Mirrors: kernel/trace/trace.c:tracing_gen_ctx_irq_test (v6.1).
         """
         emit = self._emit
         places = self._places

@@ -17,7 +17,8 @@ class TaskCheck:
 
     For all other tasks, guest code asks the host, so the code does not depend on the members of the lists.
     Linux checks the lists when a CPU switches to another task, and stores only the result for this task.
-    Mirrors: struct trace_array_cpu, ignore_pid, kernel/trace/trace_events.c:ignore_task_cpu (v6.1).
+    Mirrors: kernel/trace/trace.h:struct trace_array_cpu, ignore_pid,
+    kernel/trace/trace_events.c:ignore_task_cpu (v6.1).
     """
 
     def __init__(self, cells: RecordMemory, tasks: Tasks, ignores: Callable[[int], bool]) -> None:

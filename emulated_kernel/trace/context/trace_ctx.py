@@ -23,7 +23,8 @@ _MAX_COUNT = 0xF
 class HitContext(ABC):
     """Computes common_flags and common_preempt_count of records.
 
-    Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
+    Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, kernel/trace/trace.c:tracing_gen_ctx_irq_test
+    (v6.1).
     A breakpoint is entered as an NMI with interrupts off. In a kernel with preemption, Linux subtracts one
     from the word with flags and count, to undo the preempt_disable() of a handler. But a breakpoint's handler
     does not call preempt_disable(). If the count is 0, the subtraction borrows from the higher fields. It

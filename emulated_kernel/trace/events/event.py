@@ -153,12 +153,16 @@ class TraceEvent(ABC):
     def hold(self) -> None:
         """Add a user of the event, which prevents its removal.
 
-        Raises: KernelError EBUSY (its module is being unloaded). Mirrors: trace_event_try_get_ref (v6.1).
+        Raises: KernelError EBUSY (its module is being unloaded).
+        Mirrors: include/linux/trace_events.h:trace_event_try_get_ref (v6.1).
         """
         self.references += 1
 
     def let_go(self) -> None:
-        """Remove a user that hold() added. Mirrors: trace_event_put_ref (v6.1)."""
+        """Remove a user that hold() added.
+
+        Mirrors: include/linux/trace_events.h:trace_event_put_ref (v6.1).
+        """
         self.references -= 1
 
     def changed(self) -> None:  # noqa: B027 - most events read their state at each hit
@@ -472,7 +476,10 @@ class EventFile:
 
     @property
     def needs_entry(self) -> bool:
-        """Whether a trigger needs the entry of the hit. Mirrors: update_cond_flag (v6.1)."""
+        """Whether a trigger needs the entry of the hit.
+
+        Mirrors: kernel/trace/trace_events_trigger.c:update_cond_flag (v6.1).
+        """
         return any(trigger.needs_entry for trigger in self.triggers)
 
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
@@ -484,8 +491,10 @@ class EventFile:
         If a trigger needs the entry, nothing happens for an entry that fits into no page, or for a task that
         the lists of pids exclude. If no trigger needs it, the triggers run also for such a task, but the hit
         is not recorded.
-        Mirrors: trace_event_buffer_reserve, trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
-        __event_trigger_test_discard (v6.1).
+        Mirrors: kernel/trace/trace_events.c:trace_event_buffer_reserve,
+        kernel/trace/trace.c:trace_event_buffer_lock_reserve,
+        kernel/trace/trace_events_trigger.c:__trace_trigger_soft_disabled,
+        kernel/trace/trace.h:__event_trigger_test_discard (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []
@@ -536,7 +545,7 @@ class EventFile:
         """Run the triggers whose filters accept the entry.
 
         Return the triggers that must run after the entry is written.
-        Mirrors: event_triggers_call (v6.1).
+        Mirrors: kernel/trace/trace_events_trigger.c:event_triggers_call (v6.1).
         """
         deferred: list[Trigger] = []
         for trigger in tuple(self.triggers):
@@ -552,7 +561,7 @@ class EventFile:
     def run_deferred(deferred: Iterable[Trigger], hit: ProbeHit) -> None:
         """Run `deferred`, the triggers that run_on_entry() returned, after the entry was written.
 
-        Mirrors: event_triggers_post_call (v6.1).
+        Mirrors: kernel/trace/trace_events_trigger.c:event_triggers_post_call (v6.1).
         """
         for trigger in deferred:
             if not trigger.paused:

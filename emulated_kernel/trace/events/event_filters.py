@@ -45,7 +45,7 @@ class EventFilters:
         """Return the text of an event's filter file.
 
         Linux: the text is empty if it does not fit into a page.
-        Mirrors: print_event_filter (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:print_event_filter (v6.1).
         """
         event_filter = event.filters.get(self._recorder)
         return to_text(_within_page([f"{event_filter.text}\n"])) if event_filter else _NO_FILTER
@@ -60,7 +60,7 @@ class EventFilters:
 
         If the text cannot be parsed, the event has no filter afterwards, and the file shows the error.
         Raises: KernelError EINVAL (`data` takes a page or more), ENOMEM, errors of parse_event_filter().
-        Mirrors: apply_event_filter (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:apply_event_filter (v6.1).
         """
         text = _written(data)
         if _is_clear(text):
@@ -78,7 +78,7 @@ class EventFilters:
         `events` are in order of registration. Linux: the write succeeds even if the filter is wrong for some
         events; error_log shows the error of the newest event first.
         Raises: KernelError EINVAL (`data` takes a page or more), ENODEV (there are no events), ENOMEM.
-        Mirrors: apply_subsystem_event_filter (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:apply_subsystem_event_filter (v6.1).
         """
         text = _written(data)
         if not events:
@@ -102,7 +102,7 @@ class EventFilters:
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Log the parse error `failure` of the filter `text`, and show the error in the event's filter file.
 
-        Mirrors: append_filter_err (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:append_filter_err (v6.1).
         """
         log_filter_error(self._error_log, text, failure)
         shown = self._error_text(text, failure)

@@ -48,7 +48,7 @@ class PidList:
 
         If a pid is invalid, add none of the pids.
         Raises: KernelError EINVAL (a word is not a number), EPERM (a pid is too big), ENOMEM.
-        Mirrors: trace_pid_write (v6.1).
+        Mirrors: kernel/trace/trace.c:trace_pid_write (v6.1).
         """
         added = set[int]()
         done = 0
@@ -122,7 +122,10 @@ class EventPids:
         return bool(self.traced.pids or self.untraced.pids)
 
     def ignores(self, pid: int) -> bool:
-        """Return True if the lists exclude the task `pid`. Mirrors: trace_ignore_this_task (v6.1)."""
+        """Return True if the lists exclude the task `pid`.
+
+        Mirrors: kernel/trace/trace.c:trace_ignore_this_task (v6.1).
+        """
         traced = self.traced.pids
         return (bool(traced) and pid not in traced) or pid in self.untraced.pids
 

@@ -70,7 +70,7 @@ class PrintEvent(FtraceEntryEvent):
 
         Return a function that runs the triggers that must run after the marker is recorded. Return None if
         the event has no triggers.
-        Mirrors: tracing_mark_write (v6.1).
+        Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1).
         """
         file = self.files.get(recorder)
         if file is None or not file.triggers:

@@ -14,7 +14,10 @@ from emulated_kernel.util.fast_dataclass import dataclass
 
 DEFAULT_SIZE = 63
 MAX_SIZE = 165
-"""Maximum number of bytes of an argument's memory in a record. Mirrors: SYSCALL_FAULT_USER_MAX (v7.2)."""
+"""Maximum number of bytes of an argument's memory in a record.
+
+Mirrors: kernel/trace/trace.h:SYSCALL_FAULT_USER_MAX (v7.2).
+"""
 _READ_SIZE = MAX_SIZE + 4
 """Maximum number of bytes of user memory that are read for one argument."""
 _EXTRA = b"..."

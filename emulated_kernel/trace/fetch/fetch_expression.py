@@ -40,7 +40,7 @@ _NumberParser = Callable[[str, int, int], int]
 def argument_insn(arch: Arch, number: int) -> FetchInsn:
     """Return the operation that loads function argument `number`, counted from 0, at a function's entry.
 
-    Mirrors: regs_get_kernel_argument (v6.1).
+    Mirrors: arch/*/include/asm/ptrace.h:regs_get_kernel_argument (v6.1).
     """
     registers = arch.registers
     beyond = number - len(registers.arguments)

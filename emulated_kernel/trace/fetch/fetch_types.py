@@ -89,7 +89,7 @@ class FetchType(ABC):
 
         The store operation may replace a dereference at the end of `code`. `is_array`: whether the argument
         is an array.
-        Mirrors: traceprobe_parse_probe_arg_body (v6.1).
+        Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
         """
 
     @abstractmethod
@@ -238,7 +238,8 @@ class String(FetchType):
 
         The result is None if the string cannot be read. It is also None for an empty string in user memory,
         which Linux does not tell from a fault. If `user` is set, an address in kernel space cannot be read.
-        Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
+        Mirrors: mm/maccess.c:strncpy_from_user_nofault, kernel/trace/trace_kprobe.c:fetch_store_string
+        (v6.1).
         """
         read = environment.read
         text = read_string(lambda at, size: read(at, size, user), address, MAX_STRING_SIZE)
@@ -285,7 +286,7 @@ class SymbolString(String):
 
         As in Linux, the next string in the area overwrites the NUL of a `symstr`, so the printed text of the
         `symstr` also contains that string.
-        Mirrors: fetch_store_symstring (v6.1).
+        Mirrors: kernel/trace/trace_probe_tmpl.h:fetch_store_symstring (v6.1).
         """
         return b"".join([area.add(text, overlaps=True) for text in elements])
 

@@ -61,7 +61,7 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     Raises: KernelError EINVAL (malformed, or not allowed for this probe), ERANGE (a number is too large),
     E2BIG (too long or too many), ENOENT (a name is unknown), EOPNOTSUPP (no BTF), ENOMEM (see
     expand_dentry_args()). Most are logged.
-    Mirrors: traceprobe_parse_probe_arg (v6.1).
+    Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_probe_arg (v6.1).
     """
     interface = context.interface
     if context.on_event or not interface.rules.isdisjoint(_RULES_BY_FUNCTION):

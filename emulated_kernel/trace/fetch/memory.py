@@ -103,7 +103,7 @@ class FetchEnvironment:
     def _stack_word(self, number: int) -> int:
         """Return word `number` from the stack pointer on, or 0 if it is outside of the kernel stack.
 
-        Mirrors: regs_get_kernel_stack_nth (v6.1).
+        Mirrors: arch/x86/include/asm/ptrace.h:regs_get_kernel_stack_nth (v6.1).
         """
         arch = self._arch
         top: int = getattr(self._regs, arch.registers.sp) & self.mask

@@ -79,7 +79,7 @@ TASK_COMM_LEN = 16
 POINTED_STRING_MAX = 1024
 """Maximum length in bytes of a string that is compared through a pointer, including the NUL.
 
-Mirrors: USTRING_BUF_SIZE (v6.1).
+Mirrors: kernel/trace/trace_events_filter.c:USTRING_BUF_SIZE (v6.1).
 """
 
 
@@ -147,7 +147,8 @@ class CpusPredicate:
     """Predicate that compares the set `cpus` with a cpumask field, a number in a field, or the record's CPU.
 
     As in Linux, a number or the record's CPU counts as a set of one CPU, so it never equals a set of several.
-    Mirrors: do_filter_cpumask, do_filter_scalar_cpumask, do_filter_cpumask_scalar (v6.12).
+    Mirrors: kernel/trace/trace_events_filter.c:do_filter_cpumask, do_filter_scalar_cpumask,
+    do_filter_cpumask_scalar (v6.12).
     """
 
     op: FilterOp
@@ -216,7 +217,7 @@ class FilterStep:
 class FilterProgram:
     """A compiled filter: a sequence of steps. Execution begins at the first one.
 
-    Mirrors: struct prog_entry (v6.1), in its behaviour.
+    Mirrors: kernel/trace/trace_events_filter.c:struct prog_entry (v6.1), in its behaviour.
     """
 
     steps: tuple[FilterStep, ...]
@@ -224,7 +225,7 @@ class FilterProgram:
     def accepts(self, entry: RawEntry) -> bool:
         """Return True if the filter accepts the entry.
 
-        Mirrors: filter_match_preds (v6.1).
+        Mirrors: kernel/trace/trace_events_filter.c:filter_match_preds (v6.1).
         """
         at = 0
         while at >= 0:

@@ -63,11 +63,17 @@ class Action:
         return self.name if self.synthetic_name is None else self.synthetic_name
 
     def key(self) -> tuple[object, ...]:
-        """Return a tuple that is the same for equivalent actions. Mirrors: actions_match (v6.1)."""
+        """Return a tuple that is the same for equivalent actions.
+
+        Mirrors: kernel/trace/trace_events_hist.c:actions_match (v6.1).
+        """
         return (self.handler, self.kind, tuple(self.params), self.target_name, self.match, self.tracked_name)
 
     def show(self) -> str:
-        """Return the action as the trigger file shows it. Mirrors: print_actions_spec (v6.1)."""
+        """Return the action as the trigger file shows it.
+
+        Mirrors: kernel/trace/trace_events_hist.c:print_actions_spec (v6.1).
+        """
         subject = ".".join(self.match) if self.match else self.tracked_name
         params = self.params if self.kind is ActionKind.TRACE else []
         if self.kind is ActionKind.SAVE:
@@ -106,7 +112,7 @@ class Action:
 
         `element`: element of the map in which the hit is counted. `key`: key of the element.
 
-        Mirrors: hist_trigger_actions, ontrack_action (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:hist_trigger_actions, ontrack_action (v6.1).
         """
         if self.tracked is not None:
             value = hit.references[self.tracked.reference]
@@ -127,7 +133,7 @@ class Action:
         different from it (onchange). `key`: key of the element.
         Deviates: a string or call chain always passes. Linux compares the addresses of the present and the
         last value.
-        Mirrors: cond_snapshot_update (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:cond_snapshot_update (v6.1).
         """
         snapshot = self.owner.triggers.array.snapshot
         taken = snapshot.condition
@@ -157,7 +163,7 @@ class Action:
 class TrackedSnapshot:
     """The condition of a trace array's snapshots: an action, and the hit that took the last snapshot.
 
-    Mirrors: struct track_data (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:struct track_data (v6.1).
     """
 
     action: Action
@@ -204,7 +210,7 @@ def _parse_body(action: Action, text: str, data: Histogram) -> None:
     """Parse `.ACTION(PARAMS)` into `action`.
 
     As in Linux, a name that only begins like an action's name is accepted too.
-    Mirrors: action_parse (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:action_parse (v6.1).
     """
     action.name, opened, rest = text.partition(".")[2].partition("(")
     if "." not in text or not opened:

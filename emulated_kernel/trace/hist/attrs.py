@@ -53,7 +53,7 @@ def split_filter(text: str) -> tuple[str, str | None]:
     The filter begins at the first `if` with blanks around it. If the command has no filter, return the
     whole text and None.
     Raises: KernelError EINVAL (`text` begins with `if`, or the filter is empty).
-    Mirrors: event_hist_trigger_parse (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1).
     """
     at = text.find("if")
     while at >= 0:
@@ -73,7 +73,7 @@ def parse_attrs(text: str, log: LastCommandLog, interface: Interface) -> HistAtt
 
     Raises: KernelError EINVAL (an unknown attribute, an empty value, too many variables, no keys, or a map's
     size that is no number or out of range), ERANGE (a number is too large).
-    Mirrors: parse_hist_trigger_attrs (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:parse_hist_trigger_attrs (v6.1).
     """
     attrs = HistAttrs()
     for part in text.split(":"):
@@ -122,7 +122,7 @@ def _assign(attrs: HistAttrs, part: str, log: LastCommandLog) -> None:
 def _map_bits(text: str) -> int:
     """Parse the number of a map's elements, and return its binary logarithm, rounded up.
 
-    Mirrors: parse_map_size (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:parse_map_size (v6.1).
     """
     bits = max(kstrtoul(text) - 1, 0).bit_length()
     if not MIN_BITS <= bits <= MAX_BITS:
@@ -134,7 +134,7 @@ def parse_variables(attrs: HistAttrs, log: LastCommandLog) -> list[tuple[str, st
     """Return name and expression of each variable that the command defines.
 
     Raises: KernelError EINVAL (a variable has no value, or there are too many variables).
-    Mirrors: parse_var_defs (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:parse_var_defs (v6.1).
     """
     found: list[tuple[str, str]] = []
     for assignment in attrs.assignments:

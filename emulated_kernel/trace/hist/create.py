@@ -57,7 +57,7 @@ class ActionMaker:
     def _track(self, action: Action) -> None:
         """Create the variable that keeps the tracked variable's greatest (onmax) or latest (onchange) value.
 
-        Mirrors: track_data_create (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:track_data_create (v6.1).
         """
         if not action.tracked_name.startswith("$"):
             raise self._log.error(HistError.ONX_NOT_VAR, action.tracked_name)
@@ -79,7 +79,7 @@ class ActionMaker:
         """Create a variable of the histogram, and return it.
 
         `size`, `type_`: size in bytes and C type of the value. `flags`: further Flag bits.
-        Mirrors: create_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:create_var (v6.1).
         """
         data = self._data
         if data.variables.exists(name) and not data.removes:
@@ -109,7 +109,7 @@ class ActionMaker:
     def _field_variable(self, name: str) -> FieldVariable:
         """Create a variable for the field `name` of the histogram's own event.
 
-        Mirrors: create_field_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:create_field_var (v6.1).
         """
         if len(self._data.field_variables) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
@@ -125,7 +125,7 @@ class ActionMaker:
     def _trace(self, action: Action) -> None:
         """Look up the synthetic event of an action, and the variables that are its arguments.
 
-        Mirrors: trace_action_create (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:trace_action_create (v6.1).
         """
         event = self._data.system.find_synthetic(action.target_name)
         if event is None:
@@ -150,7 +150,7 @@ class ActionMaker:
 
         `system` and `event_name`: group and name of the event in the argument; None if it names no event.
         `name`: name of a field, or `$` and the name of a variable.
-        Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:trace_action_find_var, trace_action_create_field_var (v6.1).
         """
         own = self._data.file.event
         is_variable = name.startswith("$")
@@ -184,7 +184,7 @@ class ActionMaker:
         If the variable does not exist, create a histogram on the other event, which sets the variable. The
         new histogram has the keys and the filter of an existing histogram of that event, whose keys have the
         same types as those of this histogram.
-        Mirrors: create_field_var_hist (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:create_field_var_hist (v6.1).
         """
         data = self._data
         if len(data.made_hists) >= FIELDS_MAX:
@@ -212,7 +212,7 @@ class ActionMaker:
 def _same_keys(one: Histogram, other: Histogram) -> bool:
     """Return True if the keys of both histograms have the same types in the same order.
 
-    Mirrors: compatible_keys (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:compatible_keys (v6.1).
     """
     return [(key.type, key.size, key.is_signed) for key in one.keys] == [
         (key.type, key.size, key.is_signed) for key in other.keys

@@ -42,7 +42,7 @@ class ExpressionParser:
 
     In the methods, `flags` are Flag bits for the new field. `variable` is the name of the variable that the
     expression defines; None if it defines no variable.
-    Mirrors: parse_expr, parse_unary, parse_atom (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_unary, parse_atom (v6.1).
     """
 
     def __init__(self, variables: Variables) -> None:
@@ -174,7 +174,7 @@ class ExpressionParser:
     def _alias(self, reference: HistField, variable: str) -> HistField:
         """Create a variable that is another name for the variable that `reference` names.
 
-        Mirrors: create_alias (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:create_alias (v6.1).
         """
         alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
         alias.value = reference.value
@@ -186,7 +186,7 @@ class ExpressionParser:
 
         The event's field is None for common_timestamp, common_cpu, common_comm and the hit's call chain. The
         bucket size is 0 without the modifier `buckets`.
-        Mirrors: parse_field (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:parse_field (v6.1).
         """
         name, dot, modifier = text.partition(".")
         buckets = 0

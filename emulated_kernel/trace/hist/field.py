@@ -24,7 +24,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 MAX_STRING = 256
 """Maximum size in bytes of a string value of a histogram, including its NUL.
 
-Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1).
+Mirrors: include/linux/trace_events.h:MAX_FILTER_STR_VAL, kernel/trace/trace_synth.h:STR_VAR_LEN_MAX (v6.1).
 """
 STACK_DEPTH = 16
 """Maximum number of callers in a call chain of a histogram."""
@@ -231,7 +231,10 @@ class HistField:
         return bool(self.flags & Flag.STACKTRACE) and not self.flags & _SHOWN_AS_NUMBERS
 
     def operand_text(self) -> str:
-        """Return the field as an operand in the name of an expression. Mirrors: expr_field_str (v6.1)."""
+        """Return the field as an operand in the name of an expression.
+
+        Mirrors: kernel/trace/trace_events_hist.c:expr_field_str (v6.1).
+        """
         text = ""
         if self.flags & Flag.VAR_REF:
             text = "$"
@@ -245,7 +248,7 @@ class HistField:
 
         As in Linux, the negation of a bucket, and the double negation of an expression, have no name. `level`
         is the number of negations around the field.
-        Mirrors: expr_str (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:expr_str (v6.1).
         """
         if level > 1:
             return ""
@@ -295,7 +298,7 @@ class Histogram:
     def variable(self, name: str) -> HistField | None:
         """Return the variable called `name`, or None if the histogram does not define it.
 
-        Mirrors: find_var_field (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:find_var_field (v6.1).
         """
         for each in self.fields:
             # The name is compared first, which is faster than flags: there may be thousands of histograms.
@@ -313,7 +316,7 @@ class Histogram:
 class FieldVariable:
     """The variable `variable`, which holds the value of `value`, a field of the histogram's event.
 
-    Mirrors: struct field_var (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:struct field_var (v6.1).
     """
 
     variable: HistField

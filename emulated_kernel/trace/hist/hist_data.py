@@ -131,7 +131,7 @@ class HistData(Histogram):
         `flags`: flags of the new field. `variable`: name of the variable that is defined, or None for a
         value.
 
-        Mirrors: __create_val_field (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:__create_val_field (v6.1).
         """
         made = ExpressionParser(self.variables).parse(text, flags, variable)
         refused = _NOT_FOR_VARIABLES if made.flags & Flag.VAR else _NOT_FOR_VALUES
@@ -140,7 +140,10 @@ class HistData(Histogram):
         return made
 
     def _build_variable(self, name: str, expression: str) -> None:
-        """Parse the definition of a variable, and add the variable. Mirrors: create_var_field (v6.1)."""
+        """Parse the definition of a variable, and add the variable.
+
+        Mirrors: kernel/trace/trace_events_hist.c:create_var_field (v6.1).
+        """
         if self.variables.exists(name) and not self.removes:
             raise self.log.error(HistError.DUPLICATE_VAR, name)
         made = self._value(expression, Flag.VAR, name)
@@ -166,7 +169,10 @@ class HistData(Histogram):
             raise KernelError(errno.EINVAL, "histogram: too many keys")
 
     def _key(self, text: str) -> HistField:
-        """Parse a part of the key, and return its field. Mirrors: create_key_field (v6.1)."""
+        """Parse a part of the key, and return its field.
+
+        Mirrors: kernel/trace/trace_events_hist.c:create_key_field (v6.1).
+        """
         if text == "stacktrace":
             return make_field(self, None, Flag.KEY | Flag.STACKTRACE)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
@@ -175,7 +181,10 @@ class HistData(Histogram):
         return made
 
     def _build_sort_keys(self) -> None:
-        """Parse the attribute `sort=` into sort keys. Mirrors: create_sort_keys (v6.1)."""
+        """Parse the attribute `sort=` into sort keys.
+
+        Mirrors: kernel/trace/trace_events_hist.c:create_sort_keys (v6.1).
+        """
         if self.attrs.sort is None:
             return
         names = self.attrs.sort.split(",")
@@ -206,14 +215,14 @@ class HistData(Histogram):
     def has_variables(self) -> bool:
         """Return True if the histogram defines variables or refers to variables.
 
-        Mirrors: has_hist_vars (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:has_hist_vars (v6.1).
         """
         return bool(self.references) or any(_has_variables(each) for each in self.fields)
 
     def is_referred_to(self) -> bool:
         """Return True if another histogram uses a variable of this histogram.
 
-        Mirrors: check_var_refs (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:check_var_refs (v6.1).
         """
         return any(
             reference.owner is self
@@ -249,7 +258,7 @@ class HistData(Histogram):
         If a variable of another histogram is needed but not set, do nothing. If one of the histogram's own is
         needed but not set, count the hit, but run no actions.
 
-        Mirrors: event_hist_trigger (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger (v6.1).
         """
         now = HistHit(hit, entry, self.triggers.array.now)
         key = b"".join(self._key_bytes(part, now) for part in self.keys)
@@ -281,7 +290,7 @@ class HistData(Histogram):
         only the histogram's own variables. If False, read only those of other histograms, and unset each one
         whose reference has `read_once`. `key`: key of the elements that hold the variables.
 
-        Mirrors: resolve_var_refs (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:resolve_var_refs (v6.1).
         """
         for index, reference in enumerate(self.references):
             if (reference.owner is self) is not own:
@@ -297,7 +306,7 @@ class HistData(Histogram):
     def _update(self, hit: HistHit, element: Element) -> None:
         """Add a hit to the sums of its element, and set the variables of the element.
 
-        Mirrors: hist_trigger_elt_update (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:hist_trigger_elt_update (v6.1).
         """
         for index, each in enumerate(self.values):
             if each.flags & Flag.VAR:
@@ -311,7 +320,7 @@ def _has_variables(each: HistField, level: int = 0) -> bool:
     """Return True if a field or one of its operands is a variable, or a reference to a variable.
 
     `level`: nesting depth of the field. As in Linux, operands nested deeper than 3 are ignored.
-    Mirrors: field_has_hist_vars (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:field_has_hist_vars (v6.1).
     """
     if level > 3:
         return False

@@ -67,7 +67,7 @@ class HistPrinter:
 
         The elements are sorted first, and PAUSE is yielded after each step of the sort. While the generator
         is suspended, hits may be counted. `line`: the trigger's line in the trigger file.
-        Mirrors: hist_trigger_show (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:hist_trigger_show (v6.1).
         """
         sorting = self._data.elements()
         while True:
@@ -212,7 +212,7 @@ def _percentage(value: int, total: int) -> int | None:
 
     Return None if only `total` is 0. Also return None if `value` * 10000 needs more than 64 bits and `total`
     is below 10000.
-    Mirrors: __get_percentage (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:__get_percentage (v6.1).
     """
     if total and value >= U64 // 10000:
         total //= 10000

@@ -113,7 +113,7 @@ class HistServices:
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
         """Return the synthetic event called `name`, or None if there is no such event.
 
-        Mirrors: find_synth_event_call (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:find_synth_event_call (v6.1).
         """
         event = self.registry.find(SYSTEM, name)
         return event if isinstance(event, SyntheticEvent) else None
@@ -123,11 +123,17 @@ class HistServices:
         return self._with_variables.get(recorder, ())
 
     def save_variables(self, data: Histogram) -> None:
-        """Make the variables of a histogram visible to other histograms. Mirrors: save_hist_vars (v6.1)."""
+        """Make the variables of a histogram visible to other histograms.
+
+        Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1).
+        """
         self._with_variables.setdefault(data.triggers.array, []).insert(0, data)
 
     def remove_variables(self, data: Histogram) -> None:
-        """Hide the variables of a histogram from other histograms. Mirrors: remove_hist_vars (v6.1)."""
+        """Hide the variables of a histogram from other histograms.
+
+        Mirrors: kernel/trace/trace_events_hist.c:remove_hist_vars (v6.1).
+        """
         listed = self._with_variables.get(data.triggers.array, [])
         if data in listed:
             listed.remove(data)

@@ -62,7 +62,10 @@ class HistTrigger(HistHolder):
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the clients that poll hist files. Mirrors: hist_poll_wakeup (v7.2)."""
+        """Wake the clients that poll hist files.
+
+        Mirrors: include/linux/trace_events.h:hist_poll_wakeup (v7.2).
+        """
         for waiter in tuple(self._command.system.registry.hist_waiters):
             waiter()
 
@@ -161,7 +164,7 @@ class HistCommand(TriggerCommand):
         equivalent histogram exists), ENOENT (no histogram to continue or clear), ENOMEM (the memory budget
         has no room).
 
-        Mirrors: hist_register_trigger (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:hist_register_trigger (v6.1).
         """
         attrs = data.attrs
         log = data.log
@@ -185,7 +188,7 @@ class HistCommand(TriggerCommand):
     def _find_named(self, name: str | None) -> HistTrigger | None:
         """Return the trigger that owns the data called `name`, or None if no trigger owns such data.
 
-        Mirrors: find_named_trigger (v6.1).
+        Mirrors: kernel/trace/trace_events_trigger.c:find_named_trigger (v6.1).
         """
         return None if name is None else self.owners.get(name)
 
@@ -206,7 +209,7 @@ class HistCommand(TriggerCommand):
 
         Return True if the command asks for such a change and the histogram exists, else False.
 
-        Mirrors: existing_hist_update_only (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:existing_hist_update_only (v6.1).
         """
         attrs = trigger.data.attrs
         if not attrs.changes:
@@ -246,7 +249,7 @@ class HistCommand(TriggerCommand):
 
         As in Linux, if another histogram uses a variable of any of these histograms, none is removed.
 
-        Mirrors: hist_unreg_all (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:hist_unreg_all (v6.1).
         """
         found = [trigger for trigger in file.triggers if isinstance(trigger, HistTrigger)]
         if any(trigger.data.is_referred_to() for trigger in found):
@@ -261,7 +264,7 @@ class HistCommand(TriggerCommand):
         If `trigger` uses the data of another trigger, decrease the use count of that trigger too. When the
         count of the trigger that owns the data becomes 0, release the data.
 
-        Mirrors: event_hist_trigger_free (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_free (v6.1).
         """
         trigger.users -= 1
         if trigger.shared is not None:
@@ -322,7 +325,7 @@ def _has_data_of(other: HistTrigger, shared: HistTrigger | None) -> bool:
 def _identity(trigger: HistTrigger) -> tuple[str, tuple[object, ...]]:
     """Return a value that is equal for triggers with equal filters and equivalent histograms.
 
-    Mirrors: hist_trigger_match (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:hist_trigger_match (v6.1).
     """
     return trigger.filter_text(), _contents(trigger.data)
 

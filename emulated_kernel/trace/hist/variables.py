@@ -16,7 +16,7 @@ from emulated_kernel.util.errors import KernelError
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
     """Return the variable called `name` in a histogram of the event, or None if no histogram has it.
 
-    Mirrors: find_file_var (v6.1).
+    Mirrors: kernel/trace/trace_events_hist.c:find_file_var (v6.1).
     """
     for data in hists_of(file):
         field = data.variable(name)
@@ -42,7 +42,7 @@ class Variables:
     def exists(self, name: str) -> bool:
         """Return True if this histogram, or another histogram of the same event, defines the variable `name`.
 
-        Mirrors: find_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:find_var (v6.1).
         """
         if self.owner.variable(name) is not None:
             return True
@@ -53,7 +53,7 @@ class Variables:
 
         `name` is `$` and the variable's name. `system` and `event_name` must be None, or name the
         histogram's event. In all other cases, return None.
-        Mirrors: local_field_var_ref, field_name_from_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:local_field_var_ref, field_name_from_var (v6.1).
         """
         event = self.owner.file.event
         if system is not None and (system, event_name) != (event.group, event.name):
@@ -74,7 +74,7 @@ class Variables:
 
         `system`, `event_name`: see find(). If there is no such variable, or no room for a reference, log an
         error and return None.
-        Mirrors: parse_var_ref (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:parse_var_ref (v6.1).
         """
         variable = self.find(system, event_name, name[1:])
         reference = None if variable is None else self.refer_to(variable, system, event_name)
@@ -88,7 +88,7 @@ class Variables:
         `name` is without `$`. `system` and `event_name`: group and name of that histogram's event. If either
         is None, search the events of this histogram's onmatch() actions first. If the variable is not unique,
         log an error.
-        Mirrors: find_event_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:find_event_var (v6.1).
         """
         if system is None or event_name is None:
             try:
@@ -104,7 +104,7 @@ class Variables:
         """Search the events of the histogram's onmatch() actions for the variable `name`; return it or None.
 
         Raises: KernelError EINVAL (two of the events have the variable).
-        Mirrors: find_match_var (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:find_match_var (v6.1).
         """
         found: HistField | None = None
         for match in self.owner.matches:
@@ -122,7 +122,7 @@ class Variables:
         If `system` is given, return the event with the group `system` and the name `event_name`. Otherwise
         return the only event whose histogram has the variable. If several events have it, log an error and
         return None.
-        Mirrors: find_var_file (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:find_var_file (v6.1).
         """
         if system is not None:
             return self.owner.triggers.find_file(system, event_name or "")
@@ -141,7 +141,7 @@ class Variables:
 
         `system` and `event_name`: group and event to set in a new reference. If one is None, it is copied
         from `variable`. If the histogram already has 16 references, return None.
-        Mirrors: create_var_ref (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:create_var_ref (v6.1).
         """
         owner = self.owner
         for existing in owner.references:
@@ -161,7 +161,10 @@ class Variables:
 
     @staticmethod
     def copy(variable: HistField, reference: HistField) -> None:
-        """Copy a variable's properties to its reference. Mirrors: init_var_ref (v6.1)."""
+        """Copy a variable's properties to its reference.
+
+        Mirrors: kernel/trace/trace_events_hist.c:init_var_ref (v6.1).
+        """
         reference.index = variable.index
         reference.owner = variable.owner
         reference.size = variable.size
@@ -177,7 +180,7 @@ class Variables:
         """Return the variable to which a reference or alias refers; return any other field itself.
 
         Raises: KernelError EINVAL (the variable does not exist any more).
-        Mirrors: check_expr_operands (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:check_expr_operands (v6.1).
         """
         if not operand.flags & (Flag.VAR_REF | Flag.ALIAS):
             return operand

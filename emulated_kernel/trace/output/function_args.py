@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 COUNT = 6
 """Number of words for arguments in the record of a call, if the record has arguments.
 
-Mirrors: FTRACE_REGS_MAX_ARGS (v7.2).
+Mirrors: include/linux/ftrace_regs.h:FTRACE_REGS_MAX_ARGS (v7.2).
 """
 
 

@@ -20,7 +20,10 @@ NAME = "function_graph"
 INDENT = 2
 """Number of spaces by which each level of calls is indented."""
 MAX_DEPTH = 50
-"""Maximum depth of calls that are matched with their returns. Mirrors: FTRACE_RETFUNC_DEPTH (v6.1)."""
+"""Maximum depth of calls that are matched with their returns.
+
+Mirrors: include/linux/ftrace.h:FTRACE_RETFUNC_DEPTH (v6.1).
+"""
 _PROCINFO_LENGTH = 14
 _NO_TIME = "              |  "
 _RULE = " ------------------------------------------\n"
@@ -49,7 +52,7 @@ class GraphRecords:
 def duration_text(nanoseconds: int) -> str:
     """Return a duration as text: microseconds with at most seven digits.
 
-    Mirrors: trace_print_graph_duration (v6.1).
+    Mirrors: kernel/trace/trace_functions_graph.c:trace_print_graph_duration (v6.1).
     """
     usecs, rest = divmod(nanoseconds, 1000)
     text = str(usecs)
@@ -60,7 +63,10 @@ def duration_text(nanoseconds: int) -> str:
 
 @dataclass
 class _CpuState:
-    """State of a CPU's text after its last record. Mirrors: struct fgraph_cpu_data (v6.1)."""
+    """State of a CPU's text after its last record.
+
+    Mirrors: kernel/trace/trace_functions_graph.c:struct fgraph_cpu_data (v6.1).
+    """
 
     last_pid: int = -1
     depth: int = 0
@@ -84,7 +90,7 @@ def header(options: TracerOptions, *, latency: bool) -> str:
     """Return the comment lines with the titles of the columns.
 
     `latency`: whether the option latency-format is on.
-    Mirrors: __print_graph_headers_flags, print_lat_header (v6.1).
+    Mirrors: kernel/trace/trace_functions_graph.c:__print_graph_headers_flags, print_lat_header (v6.1).
     """
     indent = sum(width for option, width in _LATENCY_INDENTS.items() if options.is_on(option))
     legend = "".join(f"#{'':{indent}}{line}\n" for line in _LATENCY_LEGEND) if latency else ""
@@ -153,7 +159,7 @@ class _GraphLine:
     def entered(self, following: bytes | None) -> str:
         """Return the lines of a call. `following`: see GraphPrinter.line().
 
-        Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:print_graph_entry_leaf, print_graph_entry_nested (v6.1).
         """
         fields: tuple[int, int] = self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size)
         func, depth = fields
@@ -183,7 +189,7 @@ class _GraphLine:
     def returned(self) -> str:
         """Return the lines of a return, or "" if the line of the call shows the return.
 
-        Mirrors: print_graph_return (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:print_graph_return (v6.1).
         """
         state = self._state
         if state.was_leaf:
@@ -204,7 +210,7 @@ class _GraphLine:
     def comment(self) -> str:
         """Return the record of an event or of another tracer as lines of a comment.
 
-        Mirrors: print_graph_comment (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:print_graph_comment (v6.1).
         """
         depth = self._state.depth
         indent = " " * ((depth + 1) * INDENT) if depth > 0 else ""
@@ -221,7 +227,10 @@ class _GraphLine:
         return print_ip(self._formatter.style.symbols, func, offset=False, digits=0)
 
     def _prologue(self) -> str:
-        """Return the columns before the duration. Mirrors: print_graph_prologue (v6.1)."""
+        """Return the columns before the duration.
+
+        Mirrors: kernel/trace/trace_functions_graph.c:print_graph_prologue (v6.1).
+        """
         text = self._switch()
         if not self._has_context:
             return text
@@ -240,7 +249,7 @@ class _GraphLine:
     def _switch(self) -> str:
         """Return the lines that say that another task runs on the CPU; "" if the task did not change.
 
-        Mirrors: verif_pid (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:verif_pid (v6.1).
         """
         previous = self._state.last_pid
         self._state.last_pid = self._pid
@@ -256,7 +265,7 @@ class _GraphLine:
     def _column(self, nanoseconds: int | None) -> str:
         """Return the column with the overhead mark and the duration; blank if `nanoseconds` is None.
 
-        Mirrors: print_graph_duration (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:print_graph_duration (v6.1).
         """
         if not self._has_context or not self._is_on(GraphOption.DURATION):
             return ""

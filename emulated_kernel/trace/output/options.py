@@ -108,7 +108,10 @@ TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOptio
 INHERITED_OPTIONS = ~(
     TraceOption.EVENT_FORK | TraceOption.FUNC_FORK | TraceOption.TRACE_PRINTK | TraceOption.COPY_MARKER
 )
-"""Mask of the options that a new instance inherits from the top array. Mirrors: ZEROED_TRACE_FLAGS (v7.2)."""
+"""Mask of the options that a new instance inherits from the top array.
+
+Mirrors: kernel/trace/trace.c:ZEROED_TRACE_FLAGS (v7.2).
+"""
 
 
 class TraceOptions:

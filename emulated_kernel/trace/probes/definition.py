@@ -239,7 +239,7 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     """Split `SYM`, `SYM+N` or `SYM-N` at the first sign, and return the symbol and the offset.
 
     Raises: KernelError EINVAL (N is no number), ERANGE (N does not fit in `bits` bits).
-    Mirrors: traceprobe_split_symbol_offset (v6.1).
+    Mirrors: kernel/trace/trace_probe.c:traceprobe_split_symbol_offset (v6.1).
     """
     symbol = text.partition("+")[0].partition("-")[0]
     offset = text[len(symbol) :]

@@ -106,7 +106,10 @@ class Eprobe(TraceProbe):
         return f"{self.target.group}.{self.target.name}"
 
     def matches_place(self, word: str) -> bool:
-        """Return True if `word` names the target event. Mirrors: eprobe_dyn_event_match (v6.1)."""
+        """Return True if `word` names the target event.
+
+        Mirrors: kernel/trace/trace_eprobe.c:eprobe_dyn_event_match (v6.1).
+        """
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
 
     def enable(self) -> None:
@@ -127,7 +130,10 @@ class Eprobe(TraceProbe):
         self.target.let_go()
 
     def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
-        """Record the event for an entry of the target event. Mirrors: __eprobe_trace_func (v6.1)."""
+        """Record the event for an entry of the target event.
+
+        Mirrors: kernel/trace/trace_eprobe.c:__eprobe_trace_func (v6.1).
+        """
         environment = FetchEnvironment(
             self._arch, hit, self._symbols, partial(self._field, entry), entry.data
         )
@@ -140,7 +146,7 @@ class Eprobe(TraceProbe):
 
         For a string, return an EntryAddress: a placeholder for the address of the string in the entry.
 
-        Mirrors: get_event_field (v6.1).
+        Mirrors: kernel/trace/trace_eprobe.c:get_event_field (v6.1).
         """
         field = self._fields[name]
         data = entry.data[field.offset : field.offset + field.size]
@@ -203,7 +209,7 @@ class EventProbes(ProbeKind[Eprobe]):
     def _parse(self, argv: Sequence[str], log: TraceProbeLog) -> Eprobe:
         """Parse a command's words `argv`, and return the event probe.
 
-        Mirrors: __trace_eprobe_create (v6.1).
+        Mirrors: kernel/trace/trace_eprobe.c:__trace_eprobe_create (v6.1).
         """
         group = EPROBE_EVENT_SYSTEM
         event = ""
@@ -249,7 +255,7 @@ class EventProbes(ProbeKind[Eprobe]):
         """Return the event `group`:`name` if it can be the target of an event probe, else None.
 
         A target is an event that can be enabled. It must not belong to a kprobe, an fprobe or an event probe.
-        Mirrors: find_and_get_event (v6.1).
+        Mirrors: kernel/trace/trace_eprobe.c:find_and_get_event (v6.1).
         """
         found = self.registry.find(group, name)
         is_eligible = found is not None and found.is_switchable
@@ -259,7 +265,7 @@ class EventProbes(ProbeKind[Eprobe]):
         """Parse the filter of a command: `words` after `if`, which test fields of the target event.
 
         Raises: KernelError EINVAL (no words, or malformed; logged).
-        Mirrors: trace_eprobe_parse_filter (v6.1).
+        Mirrors: kernel/trace/trace_eprobe.c:trace_eprobe_parse_filter (v6.1).
         """
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
@@ -275,7 +281,7 @@ class EventProbes(ProbeKind[Eprobe]):
 
         If the target has no field for `$comm`, the argument is the current task's name. Raises: KernelError
         ENOENT (no such field or symbol).
-        Mirrors: trace_eprobe_tp_update_arg (v6.1).
+        Mirrors: kernel/trace/trace_eprobe.c:trace_eprobe_tp_update_arg (v6.1).
         """
         load = arg.stages.load
         if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):

@@ -203,7 +203,8 @@ class TraceProbe(DynEvent):
     def show(self) -> str:
         """Return the probe's line in dynamic_events and the kind's own file, with a newline.
 
-        Mirrors: trace_kprobe_show, trace_uprobe_show, eprobe_dyn_event_show (v6.1).
+        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_show, kernel/trace/trace_uprobe.c:trace_uprobe_show,
+        kernel/trace/trace_eprobe.c:eprobe_dyn_event_show (v6.1).
         """
         return f"{self.letter}:{self.event.group}/{self.event.name} {to_text(' '.join(self.words()))}\n"
 
@@ -286,7 +287,7 @@ class ProbeKind(EventKind[P]):
 
         Raises: KernelError EEXIST (another event has the name, or _check_append() refuses the probe; logged),
         ENOSPC (the limit on dynamic events is reached), or the error of _insert().
-        Mirrors: register_trace_kprobe (v6.1).
+        Mirrors: kernel/trace/trace_kprobe.c:register_trace_kprobe (v6.1).
         """
         self._check_capacity()
         log.index = 0
@@ -345,7 +346,7 @@ def _check_append(probe: TraceProbe, event: ProbeTraceEvent, log: TraceProbeLog)
 
     Raises: KernelError EEXIST (the class of the probe or its arguments differ, or an equal probe exists;
     logged).
-    Mirrors: append_trace_kprobe (v6.1).
+    Mirrors: kernel/trace/trace_kprobe.c:append_trace_kprobe (v6.1).
     """
     if probe.event.addresses != event.addresses or type(probe) is not type(event.first_probe):
         raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
@@ -361,7 +362,7 @@ def args_text(args: Sequence[ProbeArg], payload: bytes, start: int, symbols: Ker
     """Return the text that `trace` shows for arguments: ` NAME=VALUE` for each.
 
     The first argument is at byte `start` of the payload.
-    Mirrors: kernel/trace/trace_probe_tmpl.h:trace_probe_print_args (v6.1).
+    Mirrors: kernel/trace/trace_probe_tmpl.h:print_probe_args (v6.1).
     """
     return "".join(f" {arg.name}={_arg_text(arg, payload, start, symbols)}" for arg in args)
 

@@ -13,7 +13,7 @@ from emulated_kernel.util.fast_dataclass import dataclass
 TRACE_ENTRY = Struct("<HBBi")
 """Format of the common fields: common_type, common_flags, common_preempt_count, common_pid.
 
-Mirrors: struct trace_entry (v6.1).
+Mirrors: include/linux/trace_events.h:struct trace_entry (v6.1).
 """
 COMMON_SIZE = TRACE_ENTRY.size
 """Size in bytes of the common fields before an entry's payload. Offsets of fields include this size."""

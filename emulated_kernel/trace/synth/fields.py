@@ -97,7 +97,7 @@ class SyntheticField(ABC):
     def takes(self, given: ValueType) -> bool:
         """Return True if the field can hold the value of a variable of the type `given`.
 
-        Mirrors: check_synth_field (v6.1).
+        Mirrors: kernel/trace/trace_events_hist.c:check_synth_field (v6.1).
         """
         return not given.is_call_chain and (given.name == self.type or given.size == self.size)
 
@@ -228,7 +228,7 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
 
     A long has `word_size` bytes.
     Raises: KernelError EINVAL (a malformed array, or a string that is too long).
-    Mirrors: parse_synth_field (v6.1).
+    Mirrors: kernel/trace/trace_events_synth.c:parse_synth_field (v6.1).
     """
     if type_ in _SIZES_AND_FORMATS:
         size = word_size if type_ in _WORDS else _SIZES_AND_FORMATS[type_][0]
@@ -245,7 +245,7 @@ def _string_size(type_: str) -> int:
     """Return the declared size of a string in bytes, or 0 for a string of any size.
 
     Raises: KernelError EINVAL (a malformed array, or a string that is too long).
-    Mirrors: synth_field_string_size (v6.1).
+    Mirrors: kernel/trace/trace_events_synth.c:synth_field_string_size (v6.1).
     """
     digits, bracket, rest = type_.partition("char[")[2].partition("]")
     if not bracket or rest or len(digits) > 3:

@@ -98,7 +98,7 @@ class SyntheticEvent(TraceEvent):
 def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
     """Yield the fields for the `format` file, with their offsets.
 
-    Mirrors: synth_event_define_fields (v6.1).
+    Mirrors: kernel/trace/trace_events_synth.c:synth_event_define_fields (v6.1).
     """
     offset = COMMON_SIZE
     for field in fields:
@@ -107,6 +107,9 @@ def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
 
 
 def _print_fmt(fields: Sequence[SyntheticField], separator: str) -> str:
-    """Return the print format of an event. Mirrors: __set_synth_event_print_fmt (v6.1)."""
+    """Return the print format of an event.
+
+    Mirrors: kernel/trace/trace_events_synth.c:__set_synth_event_print_fmt (v6.1).
+    """
     text = separator.join(f"{field.name}={field.print_fmt}" for field in fields)
     return f'"{text}", {", ".join(field.print_value for field in fields)}'

@@ -85,7 +85,7 @@ class SyntheticEvents(EventKind[_Entry]):
     def find(self, name: str) -> SyntheticEvent | None:
         """Return the synthetic event called `name`, or None if there is no such event.
 
-        Mirrors: find_synth_event (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:find_synth_event (v6.1).
         """
         entry = self._find(name)
         return None if entry is None else entry.event
@@ -102,7 +102,7 @@ class SyntheticEvents(EventKind[_Entry]):
         """Remove a synthetic event.
 
         Raises: KernelError EBUSY (the event is enabled, or in use by a histogram or other user).
-        Mirrors: synth_event_release (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:synth_event_release (v6.1).
         """
         event = entry.event
         if event.hist_references or event.references or event.is_enabled:
@@ -119,7 +119,7 @@ class SyntheticEvents(EventKind[_Entry]):
         """Execute a command: `NAME FIELD[;FIELD]...` creates an event, and `!NAME ...` removes it.
 
         Raises: KernelError ENOENT (no event to remove), and the errors of create() and remove().
-        Mirrors: create_or_delete_synth_event (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:create_or_delete_synth_event (v6.1).
         """
         command = command.lstrip(SPACES)
         if not command:
@@ -139,7 +139,7 @@ class SyntheticEvents(EventKind[_Entry]):
         Return False if the command is for another kind of event, else True.
         Raises: KernelError EINVAL (invalid command), EEXIST (the name is used), ENOSPC or ENOMEM (a limit is
         reached).
-        Mirrors: create_synth_event (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:create_synth_event (v6.1).
         """
         command = command.lstrip(SPACES)
         if not command:
@@ -160,7 +160,7 @@ class SyntheticEvents(EventKind[_Entry]):
     def _create(self, text: str, log: LastCommandLog) -> None:
         """Create an event from `NAME FIELD[;FIELD]...`. A field is `TYPE NAME`; there is at least one.
 
-        Mirrors: check_command, __create_synth_event (v6.1).
+        Mirrors: kernel/trace/trace_events_synth.c:check_command, __create_synth_event (v6.1).
         """
         name, fields = _split_name(text)
         is_whole = fields is not None and len(argv_split(text.partition(";")[0])) >= 3
@@ -209,7 +209,8 @@ def _parse_fields(text: str, word_size: int, log: LastCommandLog) -> list[Synthe
 def _parse_field(words: Sequence[str], word_size: int, log: LastCommandLog) -> tuple[SyntheticField, int]:
     """Parse the field at the start of `words`. Return the field, and the number of words in its definition.
 
-    Raises: KernelError EINVAL (invalid field); error_log shows the error. Mirrors: parse_synth_field (v6.1).
+    Raises: KernelError EINVAL (invalid field); error_log shows the error.
+    Mirrors: kernel/trace/trace_events_synth.c:parse_synth_field (v6.1).
     """
     size = 2 if words[0] == "unsigned" else 1
     if len(words) <= size:

@@ -166,7 +166,7 @@ class SavedCmdlines(TaskNames):
 def _fitting(size: int) -> int:
     """Return the number of tasks that fit into the pages that Linux allocates for `size` tasks.
 
-    Mirrors: allocate_cmdlines_buffer (v6.1).
+    Mirrors: kernel/trace/trace.c:allocate_cmdlines_buffer (v6.1).
     """
     pages = -(-(_HEADER + size * _ELEMENT) // _PAGE)
     allocated = _PAGE << (pages - 1).bit_length()

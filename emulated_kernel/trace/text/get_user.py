@@ -11,7 +11,7 @@ from emulated_kernel.util.lazy_pattern import lazy_pattern
 WORD_MAX = 127
 """Maximum length in bytes of a word in a list of events or pids.
 
-Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1).
+Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, kernel/trace/trace.c:PID_BUF_SIZE (v6.1).
 """
 FUNCTION_WORD_MAX = 670
 """Maximum length in bytes of a word in a list of functions.

@@ -229,7 +229,7 @@ class KernelFunctions:
 class _Repeated:
     """The last recorded call on a CPU, and the number of its repetitions. One record shows all repetitions.
 
-    Mirrors: struct trace_func_repeats (v6.1).
+    Mirrors: kernel/trace/trace.h:struct trace_func_repeats (v6.1).
     """
 
     call: bytes = b""
@@ -299,7 +299,7 @@ class CallRecorder:
         """Count a call that repeats the CPU's last recorded call, and return True.
 
         For any other call, record the number of repetitions so far, if there are any, and return False.
-        Mirrors: is_repeat_check, process_repeats (v6.1).
+        Mirrors: kernel/trace/trace_functions.c:is_repeat_check, process_repeats (v6.1).
         """
         last = self._repeated[self._tasks.cpu()]
         if last.call == call and last.count < _MAX_REPEATS:

@@ -27,7 +27,7 @@ class GraphUser(ABC):
     """Interface of an object that handles the entries and returns of functions, such as GraphTracer.
 
     At any time, at most one object of this class is registered as the user of the FunctionGraph.
-    Mirrors: struct fgraph_ops (v6.1).
+    Mirrors: include/linux/ftrace.h:struct fgraph_ops (v6.1).
     """
 
     symbols: tuple[str, str]

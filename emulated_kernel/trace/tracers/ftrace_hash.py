@@ -20,7 +20,7 @@ _GOLDEN_RATIO = {32: 0x61C88647, 64: 0x61C8864680B583EB}
 class FtraceHash:
     """A hash table of addresses. Iteration goes bucket by bucket; in a bucket, the newest address is first.
 
-    Mirrors: kernel/trace/ftrace.c:struct ftrace_hash, add_hash_entry (v6.1).
+    Mirrors: kernel/trace/trace.h:struct ftrace_hash, kernel/trace/ftrace.c:add_hash_entry (v6.1).
     """
 
     def __init__(self, sites: Iterable[int] = (), bits: int = DEFAULT_BITS) -> None:
@@ -36,7 +36,7 @@ class FtraceHash:
 
         For N sites, the number of buckets is the smallest power of two that is greater than N // 2, but at
         most 2**MAX_BITS.
-        Mirrors: ftrace.c:dup_hash (v6.1).
+        Mirrors: kernel/trace/ftrace.c:dup_hash (v6.1).
         """
         found = list(sites)
         return cls(found, min((len(found) // 2).bit_length(), MAX_BITS))

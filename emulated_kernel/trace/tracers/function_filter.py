@@ -209,7 +209,7 @@ class FunctionSet(EditedSet):
 
         A set without functions still has a selection if it lost functions with their modules, or if `waits`
         is True.
-        Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1).
+        Mirrors: kernel/trace/trace.h:ftrace_hash_empty (v6.1).
         """
         return not (self.sites or self.lost_functions or self.waits)
 
@@ -235,7 +235,8 @@ class FunctionSet(EditedSet):
         """Add the functions that match `pattern` to the copy `edit`.
 
         If "!" precedes the pattern, remove these functions from the copy.
-        Raises: KernelError EINVAL (no function matches). Mirrors: ftrace_match_records (v6.1).
+        Raises: KernelError EINVAL (no function matches).
+        Mirrors: kernel/trace/ftrace.c:ftrace_match_records (v6.1).
         """
         if not self._match(pattern, None, edit.sites):
             raise KernelError(

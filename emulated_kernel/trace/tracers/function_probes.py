@@ -64,7 +64,10 @@ class FunctionProbe:
 
 
 class _Probes(dict[int, FunctionProbe]):
-    """Fentry site -> command, for the commands of one kind. Mirrors: struct ftrace_func_probe (v6.1)."""
+    """Fentry site -> command, for the commands of one kind.
+
+    Mirrors: kernel/trace/ftrace.c:struct ftrace_func_probe (v6.1).
+    """
 
     def __init__(self, hooks: KernelFunctions) -> None:
         self._hooks = hooks
@@ -170,7 +173,7 @@ class FunctionProbes:
     def records(self) -> Iterator[str]:
         """Yield the lines of the commands in set_ftrace_filter, the newest kind first.
 
-        Mirrors: t_probe_next (v6.1).
+        Mirrors: kernel/trace/ftrace.c:t_probe_next (v6.1).
         """
         for probes in reversed(self._kinds.values()):
             for function in self._functions:

@@ -28,7 +28,7 @@ _HEADER = """\
 
 @dataclass(eq=False, slots=True)
 class _Profile:
-    """Statistics of one function on one CPU. Mirrors: struct ftrace_profile (v6.1)."""
+    """Statistics of one function on one CPU. Mirrors: kernel/trace/ftrace.c:struct ftrace_profile (v6.1)."""
 
     func: int
     counter: int = 0
@@ -39,7 +39,7 @@ class _Profile:
         """Return the variance s^2 of the durations in thousandths of a square microsecond.
 
         The result is 0 for fewer than two calls.
-        Mirrors: function_stat_show (v6.1).
+        Mirrors: kernel/trace/ftrace.c:function_stat_show (v6.1).
         """
         n = self.counter
         if n <= 1:
@@ -92,7 +92,7 @@ class FunctionProfiler(GraphUser):
         `caller`, `regs`: see GraphUser.entered().
         The data is a _CALL: the function, the current time, and 0 as the time spent in calls made by this
         call.
-        Mirrors: profile_graph_entry, function_profile_call (v6.1).
+        Mirrors: kernel/trace/ftrace.c:profile_graph_entry, function_profile_call (v6.1).
         """
         del caller, regs
         profiles = self._by_cpu[self._system.tasks.cpu()]
@@ -104,7 +104,7 @@ class FunctionProfiler(GraphUser):
 
         If option graph-time is off, the time of calls made by this call does not count. `instance`, `regs`:
         see GraphUser.returned().
-        Mirrors: profile_graph_return (v6.1).
+        Mirrors: kernel/trace/ftrace.c:profile_graph_return (v6.1).
         """
         del regs
         tasks = self._system.tasks
@@ -124,7 +124,8 @@ class FunctionProfiler(GraphUser):
     def text(self, cpu: int) -> str:
         """Return the text of trace_stat/functionN for a CPU, sorted by total time, longest first.
 
-        Mirrors: function_stat_headers, function_stat_show, kernel/trace/trace_stat.c:insert_stat (v6.1).
+        Mirrors: kernel/trace/ftrace.c:function_stat_headers, function_stat_show,
+        kernel/trace/trace_stat.c:insert_stat (v6.1).
         """
         lines = [_HEADER]
         # Linux: among functions with equal times, the one that was called first comes last.

@@ -53,7 +53,8 @@ class FunctionTracer(Tracer, FunctionWatcher):
     def _symbol(self) -> str:
         """Return the name of Linux's handler for the current options.
 
-        Mirrors: ftrace_update_pid_func, select_trace_function (v6.1).
+        Mirrors: kernel/trace/ftrace.c:ftrace_update_pid_func,
+        kernel/trace/trace_functions.c:select_trace_function (v6.1).
         """
         if self.pids.is_active:
             return "ftrace_pid_func"
@@ -82,7 +83,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
     def option_changed(self, name: str) -> None:
         """Attach the handler that the tracer's options now select, if `name` is one of these options.
 
-        Mirrors: func_set_flag (v6.1).
+        Mirrors: kernel/trace/trace_functions.c:func_set_flag (v6.1).
         """
         if name in tuple(FunctionOption):
             self._recorder.select_options()

@@ -141,7 +141,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """Record a call if the tracer's settings select it, and return its PendingCall as bytes.
 
         Return None if the call's return need not be handled. `caller`, `regs`: see GraphUser.entered().
-        Mirrors: trace_graph_entry (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:trace_graph_entry (v6.1).
         """
         frame = self._frame(func, None if caller is None else _read(caller), regs)
         return None if frame is None else FRAME.pack(*frame)
@@ -177,7 +177,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
         `parent`: the innermost traced call of the task; None if it has none. `depth`: nesting depth of the
         call. `in_irq`: whether the call is made in a hard interrupt.
-        Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1).
+        Mirrors: kernel/trace/trace.h:ftrace_graph_ignore_func,
+        kernel/trace/trace_functions_graph.c:ftrace_graph_ignore_irqs (v6.1).
         """
         chosen = self.functions.sites
         if (chosen and parent is None and func not in chosen) or 0 < self.max_depth <= depth:
@@ -191,7 +192,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         """Record a call's return, unless set_graph_notrace hides the call or tracing_thresh was not reached.
 
         `instance`, `regs`: see GraphUser.returned().
-        Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1).
+        Mirrors: kernel/trace/trace_functions_graph.c:trace_graph_return, trace_graph_thresh_return (v6.1).
         """
         frame = _read(instance)
         if frame.flags & CallFlag.HIDDEN:

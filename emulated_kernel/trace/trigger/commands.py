@@ -125,7 +125,7 @@ class StackTrace(ControlTrigger):
 class ControlCommand(TriggerCommand):
     """The command traceon, traceoff, snapshot or stacktrace: `NAME[:COUNT] [if FILTER]`.
 
-    Mirrors: event_trigger_parse, register_trigger (v6.1).
+    Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_parse, register_trigger (v6.1).
     """
 
     name: str
@@ -207,7 +207,8 @@ class HistSwitch(SwitchTrigger):
 class SwitchCommand(TriggerCommand):
     """The command enable_event, disable_event, enable_hist or disable_hist.
 
-    Syntax: `NAME:GROUP:EVENT[:COUNT] [if FILTER]`. Mirrors: event_enable_trigger_parse (v6.1).
+    Syntax: `NAME:GROUP:EVENT[:COUNT] [if FILTER]`.
+    Mirrors: kernel/trace/trace_events_trigger.c:event_enable_trigger_parse (v6.1).
     """
 
     name: str

@@ -95,7 +95,7 @@ class EventTriggers:
     def find_switchable(self, group: str, name: str) -> EventFile | None:
         """Return the state of the event `name` of `group`; None if the event is missing or cannot be enabled.
 
-        Mirrors: find_event_file (v6.1).
+        Mirrors: kernel/trace/trace_events.c:find_event_file (v6.1).
         """
         file = self.find_file(group, name)
         return file if file is not None and file.event.is_switchable else None
@@ -133,7 +133,7 @@ class EventTriggers:
     def execute(self, event: TraceEvent, text: str) -> None:
         """Execute a command `[!]NAME[:| ]...` on an event. `text` has no blanks around it.
 
-        Mirrors: trigger_process_regex (v6.1).
+        Mirrors: kernel/trace/trace_events_trigger.c:trigger_process_regex (v6.1).
         """
         word, rest = split_at(text, ": \t")
         name = word.removeprefix("!")
@@ -148,7 +148,10 @@ class EventTriggers:
             command.remove_all(self.file(event))
 
     def clear(self) -> None:
-        """Remove all triggers of this trace array. Mirrors: clear_event_triggers (v6.1)."""
+        """Remove all triggers of this trace array.
+
+        Mirrors: kernel/trace/trace_events_trigger.c:clear_event_triggers (v6.1).
+        """
         for event in self.registry:
             file = event.files.get(self.array)
             for trigger in tuple(file.triggers) if file else ():
@@ -160,7 +163,7 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
 
     An item is None if that part is missing. If `required` is True, `rest` begins with PARAM. Otherwise PARAM
     is optional, and begins with a digit.
-    Mirrors: event_trigger_separate_filter (v6.1).
+    Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_separate_filter (v6.1).
     """
     if rest is None:
         return None, None
@@ -175,7 +178,8 @@ def parse_count(param: str | None) -> int:
 
     A colon in `param` and the text after it are ignored. As in Linux, the count is a signed long, so very
     large numbers become negative.
-    Raises: KernelError EINVAL (not a number), ERANGE (too large). Mirrors: event_trigger_parse_num (v6.1).
+    Raises: KernelError EINVAL (not a number), ERANGE (too large).
+    Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_parse_num (v6.1).
     """
     if param is None:
         return UNLIMITED
@@ -189,7 +193,7 @@ def parse_trigger_filter(event: TraceEvent, text: str | None, triggers: EventTri
 
     In Linux up to 6.1, errors in the filter are not added to error_log.
     Raises: KernelError EINVAL (`text` has no `if`, or nothing after it), errors of parse_filter().
-    Mirrors: set_trigger_filter (v6.1).
+    Mirrors: kernel/trace/trace_events_trigger.c:set_trigger_filter (v6.1).
     """
     if text is None:
         return None

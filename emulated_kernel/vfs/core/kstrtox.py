@@ -14,7 +14,7 @@ _INTEGER = lazy_pattern(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]
 _INTEGER_LIMIT = 20
 """Maximum number of characters of a sysctl's number, including sign and leading zeros.
 
-Mirrors: proc_get_long (v6.1).
+Mirrors: kernel/sysctl.c:proc_get_long (v6.1).
 """
 _HEXADECIMAL = lazy_pattern(rb"[0-9a-fA-F]+")
 _CHUNK_DIGITS = 8

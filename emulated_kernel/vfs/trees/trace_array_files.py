@@ -429,7 +429,7 @@ def _max_latency(array: TraceArray) -> dict[str, Node]:
 def tracer_name(data: bytes) -> str:
     """Parse a write to current_tracer: return the tracer's name without surrounding whitespace.
 
-    Mirrors: tracing_set_trace_write (v6.1).
+    Mirrors: kernel/trace/trace.c:tracing_set_trace_write (v6.1).
     """
     return data[:NAME_MAX].decode("latin-1").strip()
 

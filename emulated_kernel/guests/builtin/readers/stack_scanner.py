@@ -22,7 +22,7 @@ class StackScanner:
 
     The search also finds the ip of an interrupted task, in pt_regs on the task's stack. A word that only
     looks like an address counts too. The guest must be stopped. Linux cannot scan stacks; it waits until each
-    task has switched voluntarily. Mirrors: synchronize_rcu_tasks (v6.1).
+    task has switched voluntarily. Mirrors: kernel/rcu/tasks.h:synchronize_rcu_tasks (v6.1).
     """
 
     def __init__(

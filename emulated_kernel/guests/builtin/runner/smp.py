@@ -130,8 +130,8 @@ class SmpGuestRunner(GuestRunner):
 
         This is done by an interrupt. A CPU takes no interrupt in the middle of a hit, so all hits on other
         CPUs have ended afterwards. If this method is called within a hit, no interrupt is sent: the other
-        CPUs do not run during the hit, and the host serialises them before they resume. Mirrors:
-        text_poke_sync() (v6.1).
+        CPUs do not run during the hit, and the host serialises them before they resume.
+        Mirrors: arch/x86/kernel/alternative.c:text_poke_sync (v6.1).
         """
         if self._machine.is_running:
             self._machine.serialise()

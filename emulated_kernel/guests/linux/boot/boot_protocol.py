@@ -24,7 +24,10 @@ HOST_SIZE = 64 << 20
 """Size in bytes of the host's area at the end of RAM. It is not in the guest's memory map."""
 RAM_SIZE = (128 << 20) + HOST_SIZE
 _LONGEST_LINE = 2048
-"""Size in bytes of the kernel's buffer for the command line. Mirrors: COMMAND_LINE_SIZE (v6.1)."""
+"""Size in bytes of the kernel's buffer for the command line.
+
+Mirrors: arch/x86/include/asm/setup.h:COMMAND_LINE_SIZE (v6.1).
+"""
 _STACK = 0x60000
 _PARAMETERS = 0x10000
 _COMMAND_LINE = 0x20000

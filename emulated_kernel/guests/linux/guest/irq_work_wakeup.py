@@ -93,7 +93,7 @@ _FLAGS = 8
 Mirrors: include/linux/smp_types.h:__call_single_node (v6.12).
 """
 _CLAIMED = 3
-"""Flags of a queued irq_work. Mirrors: include/linux/irq_work.h:IRQ_WORK_CLAIMED (v6.12)."""
+"""Flags of a queued irq_work. Mirrors: include/linux/smp_types.h:IRQ_WORK_CLAIMED (v6.12)."""
 _MASK = (1 << 64) - 1
 _TABLES_AT = 2 * PAGE
 """Offset in bytes of the page tables from the code page. The data page is between them."""

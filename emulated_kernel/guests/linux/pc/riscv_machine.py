@@ -143,7 +143,7 @@ class RiscvMachine(LinuxMachine):
     def running_task(self, facts: KernelOffsets) -> Callable[[], int]:  # noqa: ARG002 - x86 needs it
         """Return a function that returns the address of the running task's task_struct; see LinuxMachine.
 
-        Mirrors: arch/riscv/kernel/entry.S, which exchanges tp and sscratch (v6.12).
+        Mirrors: arch/riscv/kernel/entry.S:handle_exception (v6.12), which exchanges tp and sscratch.
         """
         mode = self.cpu.mode
         scratch = self.cpu.scratch

@@ -25,7 +25,7 @@ class KernelStacks(TaskStacks):
     """Searches the CPU's registers and the live stacks of all tasks for addresses in given ranges.
 
     A word that only looks like an address counts too. The guest must be stopped.
-    Mirrors: synchronize_rcu_tasks (v6.1).
+    Mirrors: kernel/rcu/tasks.h:synchronize_rcu_tasks (v6.1).
     Raises: KernelError ENOEXEC, ENOENT, ENODATA (the kernel's structures are unknown).
     """
 

@@ -105,7 +105,8 @@ class EventBatch:
     def hold(self) -> None:
         """Take a reference to the module of the events; do nothing for events of the kernel itself.
 
-        Raises: KernelError EBUSY (the module is being unloaded). Mirrors: try_module_get (v6.1).
+        Raises: KernelError EBUSY (the module is being unloaded).
+        Mirrors: kernel/module/main.c:try_module_get (v6.1).
         """
         if self._references:
             count = self._count(0)
@@ -114,7 +115,7 @@ class EventBatch:
             self._count(1)
 
     def let_go(self) -> None:
-        """Drop the reference to the module. Mirrors: module_put (v6.1)."""
+        """Drop the reference to the module. Mirrors: kernel/module/main.c:module_put (v6.1)."""
         if self._references:
             self._count(-1)
 

@@ -100,7 +100,10 @@ class LoadedModules:
         return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
 
     def events(self, module: int) -> tuple[KernelEvent, ...]:
-        """Return a module's trace events in the module's order. Mirrors: trace_module_add_events (v6.1)."""
+        """Return a module's trace events in the module's order.
+
+        Mirrors: kernel/trace/trace_events.c:trace_module_add_events (v6.1).
+        """
         self._begin("module")
         calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
         return tuple(kernel_events(self._structures, calls, maps)) if calls else ()

@@ -114,7 +114,8 @@ class ModuleWatch:
         Their arguments are the state and the address of the struct module. The kernel calls `first` before
         all other notifiers, `last` after them. If the kernel's list of notifiers is missing or damaged, log a
         warning and do nothing.
-        Mirrors: register_module_notifier, notifier_chain_register (v6.1).
+        Mirrors: kernel/module/main.c:register_module_notifier, kernel/notifier.c:notifier_chain_register
+        (v6.1).
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")
         if head is None:
