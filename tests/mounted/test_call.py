@@ -43,7 +43,7 @@ def test_results(line: str, result: str | None, shared: Files) -> None:
         ("strlen word", errno.EINVAL, "strlen: 'word' is neither a number nor a string in quotes\n"),
         ('strlen "open', errno.EINVAL, "strlen: No closing quotation\n"),
         ("strlen 0x", errno.EINVAL, "strlen: '0x' is neither a number nor a string in quotes\n"),
-        ("strlen 1 2 3 4 5 6 7", errno.E2BIG, "strlen: at most 6 arguments\n"),
+        ("strlen 1 2 3 4 5 6 7", errno.E2BIG, "strlen: 7 arguments; write at most 6\n"),
         (
             "strlen 0x10000000000000000",
             errno.ERANGE,
