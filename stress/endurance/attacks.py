@@ -224,11 +224,23 @@ def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float
         return "not run: faketime is not installed"
     specs = ("1971-01-01 00:00:00", "2099-12-31 23:59:59", "+0 x100")
     for spec in specs:
+        _forget_killed_wrappers()
         with daemon(directory, program=["faketime", "-f", spec, *REAL_PROGRAM]) as running:
             soundly_serves(running)
         # faketime passes no signal on, so the daemon ends some time after the unmount.
         eventually(lambda: daemon_registry.running(str(directory)) is None, "the daemon does not end")
+    _forget_killed_wrappers()
     return f"{len(specs)} clocks"
+
+
+def _forget_killed_wrappers() -> None:
+    """Remove what killed faketime programs have left in /dev/shm.
+
+    A program that gets the pid of one of them would fail, because the names contain the pid.
+    """
+    for path in Path("/dev/shm").glob("*faketime_s*_*"):
+        if not Path("/proc", path.name.rpartition("_")[2]).exists():
+            path.unlink(missing_ok=True)
 
 
 Attack = Callable[[Path, int, float, int, float], str]
