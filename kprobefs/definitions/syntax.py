@@ -87,7 +87,7 @@ class Line:
     """Number of the line in the file, from 1; 0 if the line does not come from a file."""
     text: str
     typed: str = ""
-    """What the user typed, if `text` was made from it, else "".
+    """The user's own text if `text` was made from it; otherwise "".
 
     Error messages show this in place of `text`.
     """

@@ -262,7 +262,7 @@ def test_a_handler_uses_the_registers_by_their_functions(arch: str, tmp_path: Pa
     The entry's handler makes the call go to another function, and the return's handler changes the result.
     """
     if shutil.which(TARGETS[arch].compiler) is None:
-        pytest.skip(f"no {TARGETS[arch].compiler}")
+        pytest.skip(f"{TARGETS[arch].compiler} is not installed; scripts/test installs it as root")
     directory = tmp_path / "registers"
     directory.mkdir()
     (directory / "registers.c").write_text(REGISTERS)
@@ -367,7 +367,7 @@ def test_a_module_for_another_architecture_replaces_the_file(
     The output says that the replaced file was for another architecture.
     """
     if shutil.which(TARGETS[one].compiler) is None:
-        pytest.skip(f"no {TARGETS[one].compiler}")
+        pytest.skip(f"{TARGETS[one].compiler} is not installed; scripts/test installs it as root")
     directory = tmp_path / "recurses"
     directory.mkdir()
     (directory / "recurses.c").write_text(RECURSES)

@@ -19,11 +19,11 @@ class EntryKind(Enum):
     """How control enters a handler program."""
 
     BREAKPOINT = auto()
-    """By a breakpoint, whose trap is handled by setting the ip to the start of the program."""
+    """By a breakpoint: the handler of its trap sets the ip to the start of the program."""
     JUMP = auto()
     """By the jump of an optimized probe, without a trap."""
     CALL = auto()
-    """By a call at the probed address. On x86, the return address is on the stack."""
+    """By a call instruction at the probed address. On x86, the return address is on the stack."""
     RETURN = auto()
     """By the return trampoline; sp points at the word that holds the real return address."""
 

@@ -280,7 +280,7 @@ class Btf:
             yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
 
     def resolve(self, number: int) -> int:
-        """Return the id of the type `number` without typedefs, qualifiers and type tags in front of it."""
+        """Return the id of the type that remains when `number` loses typedefs, qualifiers and type tags."""
         for _ in range(_DEPTH):
             kind = self.type(number)
             if kind.kind not in _MODIFIERS:

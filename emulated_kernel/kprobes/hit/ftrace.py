@@ -128,7 +128,7 @@ class FtraceSites:
         return call
 
     def install(self, head: AggrKprobe) -> None:
-        """Make the next call of an armed probe's site find its handler anew; the probe's state has changed.
+        """At the next call from a probe's site, look for the handler again: the probe's state has changed.
 
         If the probe is not armed, do nothing.
         """
@@ -138,8 +138,8 @@ class FtraceSites:
     def _route(self, sites: set[int]) -> SiteGroups:
         """Forget the handlers of the calls from `sites`; return the sites, grouped by their users.
 
-        The next call from a site finds its handler anew. Compiled handlers of probes are dropped at sites
-        with other users.
+        At the next call from a site, Python looks for the handler again. Compiled handlers of probes are
+        dropped at sites with other users.
         """
         groups = self._ops.groups(sites)
         self._lists.clear()

@@ -169,7 +169,7 @@ class PartialRegs:
 
 @dataclass(eq=False)
 class _FprobeOps(AssemblyOwner):
-    """What Fprobes keeps for a registered fprobe: its FtraceOps and its guest code."""
+    """The FtraceOps and the guest code of a registered fprobe."""
 
     fp: Fprobe[Any]
     ops: FtraceOps

@@ -1,4 +1,4 @@
-"""What histograms share: look-ups of triggers, variables and synthetic events, and removed histograms."""
+"""Services for all histograms: look-ups of triggers, variables and events, and removed histograms."""
 
 from __future__ import annotations
 

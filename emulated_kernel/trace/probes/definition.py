@@ -97,7 +97,7 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 @dataclass(frozen=True, eq=False)
 class ProbedSymbols:
-    """What the parser of definitions needs of the kernel: symbols, BTF types, and entries of functions."""
+    """The kernel's data for the parser of definitions: symbols, BTF types, and entries of functions."""
 
     arch: Arch
     symbols: KernelSymbols

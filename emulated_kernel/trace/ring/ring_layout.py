@@ -181,7 +181,7 @@ class RingControls:
 
 @dataclass(frozen=True)
 class RecordTarget:
-    """What guest code must know to write records to a trace array's ring buffers."""
+    """Data that guest code needs to write records to a trace array's ring buffers."""
 
     control_at: int
     """Offset of the control blocks from the per-CPU bases, in bytes."""

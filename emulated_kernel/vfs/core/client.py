@@ -30,7 +30,7 @@ class Client(NamedTuple):
     The umask is already applied to the modes in requests.
     """
     facts: object = None
-    """What FileSystem.informed() has read about the process, for the guest; None before that."""
+    """Facts about the process that FileSystem.informed() has read for the guest; None before that."""
     is_calling: bool = True
     """Whether a system call of the client makes the request. False: the host's kernel makes it.
 

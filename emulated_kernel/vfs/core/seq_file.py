@@ -39,7 +39,7 @@ def listing_of(objects: Callable[[], Iterable[T]], show: Callable[[T], str]) -> 
 
 
 class RecordStream:
-    """A callable of the type Records for one open file, which continues an iterator instead of starting anew.
+    """A function of type Records for one open file, which keeps its iterator between two reads.
 
     A read at the beginning of the file calls the constructor's `begin` to get a new iterator. Other requests
     may run between two records.

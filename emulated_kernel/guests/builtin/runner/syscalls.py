@@ -86,7 +86,7 @@ The function takes the two arguments, and returns (name of the newer call, its a
 
 
 class HostLookup(IntEnum):
-    """What the guest's lookup of a name in a directory of control files shall find, during one system call.
+    """Result that the guest's lookup of a name has in a directory of control files, during one system call.
 
     MISSING and EXISTS: the host has looked up the name already, and this is its result. DEFAULT: the host
     passes no result. Then a name is missing if the call must create it or is a rename to it; otherwise the

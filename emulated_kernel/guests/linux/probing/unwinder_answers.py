@@ -24,7 +24,7 @@ _TRAMPOLINES = (
 )
 """Names of the kernel's own return trampolines, which may have filler bytes after their code."""
 ANSWERED_FUNCTIONS = (_FIND,)
-"""Kernel functions in whose place the host answers if an unwinder asks about a hooked call.
+"""Kernel functions that an unwinder calls; for a hooked call, the host answers instead of the function.
 
 A breakpoint replaces the first instruction of each function.
 """
